@@ -5,7 +5,7 @@ from . import data as data
 from . import diagnose as diagnose
 from . import testing as testing
 from ._axis import AXIS
-from ._backends.simulate import PerRank
+from ._backends.one_process import PerRank
 from ._collectives.merge_metrics import merge_metrics
 from ._collectives.metrics_log import MetricsLog
 from ._collectives.objects import allgather_object, barrier, broadcast_object, preempted

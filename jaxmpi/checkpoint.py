@@ -4,7 +4,7 @@ import os
 import warnings
 from pathlib import Path
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._checkpoint import restoring, saving, tree_leaves
 from jaxmpi._checkpoint.agreement import (
     Side,
@@ -235,7 +235,7 @@ def restore(
     return tree_leaves.put_back(like, out)
 
 
-def _agree_after_save(backend: Backend, function: str, lines: list[str]) -> None:
+def _agree_after_save(backend: Ranks, function: str, lines: list[str]) -> None:
     """Compare a call, and wait for the last save; raise its error on all ranks, if there is one."""
     saves = session.state(Saves)
     sides = agree(backend, function, Side(lines, last_save=saves.wait(backend)))

@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
@@ -204,14 +205,17 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
         # Round numbers of Python and NumPy once, from 64 bits. JAX would first make integers of 32
         # bits of them.
         leaves = [_as_float(leaf) for _, leaf in paths]
+        # of simulated ranks, a leaf is a stack of all ranks' values
+        check = backend.eager(alone=_check_number, stacked=check_fits, parallel=_check_number)
         for (path, _), leaf in zip(paths, leaves, strict=True):
-            if backend.simulates:  # a leaf is a stack of all ranks' values
-                check_fits("average_metrics", path, leaf)
-            else:
-                as_array("average_metrics", path, leaf, "max")
+            check("average_metrics", path, leaf)
     dtype = widest(*leaves)
     floats = treedef.unflatten([jnp.asarray(x, dtype) for x in leaves])
     return weighted_mean("average_metrics", floats, weight, empty=jnp.nan)
+
+
+def _check_number(function: str, path: KeyPath, leaf: object) -> None:
+    as_array(function, path, leaf, "max")
 
 
 def _as_float(leaf: ArrayLike) -> ArrayLike:

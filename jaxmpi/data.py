@@ -14,21 +14,21 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._backends.base import Backend, ProcessGroup
 from jaxmpi._backends.groups import groups_along, position
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._data.feeds import BatchesFeed
-from jaxmpi._data.per_rank import Layout, PerRankBatches, Ranks
+from jaxmpi._data.per_rank import Exchange, Layout, PerRankBatches
 from jaxmpi._data.prefetch import AHEAD_BATCHES, Prefetched, prefetch
 from jaxmpi._data.sampler import Batches, Cursor, Shard
 from jaxmpi._data.sources import RandomAccess
@@ -69,15 +69,14 @@ def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
     (9, array([16., 17.]), array([2, 3, 0]))
     """
     backend = session.current("shard")
-    if backend.simulates:
-        raise RuntimeError(
-            "shard: simulated ranks take one step together, and their shards may differ in length. "
-            "Use batches."
-        )
+    backend.check_one_rank_here(
+        "shard: simulated ranks take one step together, and their shards may differ in length. Use "
+        "batches."
+    )
     rank, size = _along("shard", axis, backend, backend.place.rank)
     part = Shard(data, rank=rank, size=size)
     if not part.even:  # a loop over it is longer on some ranks
-        cast(ProcessGroup, backend).registry.uneven_shard = _jaxcompat.called_at()
+        backend.registry.uneven_shard = _jaxcompat.called_at()
     return part
 
 
@@ -152,15 +151,12 @@ def batches(
     [6.0, 22.0, 17.0]
     """
     backend = session.current("batches")
-    rank, size = _along("batches", axis, backend, backend.place.rank)
+    _, size = _along("batches", axis, backend, backend.place.rank)
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
-    if backend.simulates:
-        places = [_along("batches", axis, backend, r)[0] for r in range(backend.place.size)]
-        return StackedBatches(
-            [Batches(data, batch_size, rank=place, size=size, **options) for place in places]
-        )
-    made = Batches(data, batch_size, rank=rank, size=size, **options)
-    if backend.place.size > 1:
+    places = [_along("batches", axis, backend, rank)[0] for rank in backend.ranks_here]
+    ranks = [Batches(data, batch_size, rank=place, size=size, **options) for place in places]
+    made = ranks[0]
+    if len(ranks) < backend.place.size:
         arguments = {
             "samples": made.samples,
             "batch_size": batch_size,
@@ -170,7 +166,15 @@ def batches(
         made.agree = partial(
             _agree, backend, made, arguments if axis == AXIS else {**arguments, "axis": axis}
         )
-    return made
+    return backend.eager(alone=_first, stacked=_side_by_side, parallel=_first)(ranks)
+
+
+def _first(ranks: Sequence[Batches]) -> "Batches | StackedBatches":
+    return ranks[0]
+
+
+def _side_by_side(ranks: Sequence[Batches]) -> "Batches | StackedBatches":
+    return StackedBatches(ranks)
 
 
 def per_rank_batches(
@@ -223,11 +227,10 @@ def per_rank_batches(
     [(3.0, [True, True, True]), (7.0, [True, True, False])]
     """
     backend = session.current("per_rank_batches")
-    if backend.simulates:
-        raise RuntimeError(
-            "per_rank_batches: simulated ranks are one process, which has no data of one rank. Use "
-            "batches, or ranks of MPI."
-        )
+    backend.check_one_rank_here(
+        "per_rank_batches: simulated ranks are one process, which has no data of one rank. Use "
+        "batches, or ranks of MPI."
+    )
     if remainder not in ("drop", "mask"):
         raise ValueError(f'per_rank_batches: remainder is {remainder!r}. Pass "drop" or "mask".')
     if isinstance(loader, PerRankBatches):
@@ -255,10 +258,11 @@ def per_rank_batches(
     def vote(has_more: bool) -> Callable[[], tuple[bool, bool]]:
         return backend.start_vote(has_more, "per_rank_batches, for the other ranks' data")
 
-    return PerRankBatches(read_ahead, read_ahead.reading, remainder, Ranks(check, layouts, vote))
+    ranks = Exchange(check, layouts, vote)
+    return PerRankBatches(read_ahead, read_ahead.reading, remainder, ranks)
 
 
-def _along(function: str, axis: Axis, backend: Backend, rank: int) -> tuple[int, int]:
+def _along(function: str, axis: Axis, backend: Ranks, rank: int) -> tuple[int, int]:
     """Return a rank's number along an axis, and the number of ranks along it."""
     check_axis(function, axis, backend)
     groups = groups_along(backend.axes, _axis.names(axis))
@@ -289,9 +293,18 @@ def rank_key(key: jax.Array) -> jax.Array | Any:
     True
     """
     backend = session.current("rank_key")  # before init the error names this function, not rank
-    if backend.simulates and not _axis.bound():
-        return PerRank(jax.vmap(partial(jax.random.fold_in, key))(np.arange(backend.place.size)))
-    return jax.random.fold_in(key, session.rank())
+    if _axis.bound():
+        return jax.random.fold_in(key, session.rank())
+    make = backend.eager(alone=_rank_key, stacked=_keys_of_ranks, parallel=_rank_key)
+    return make(key, backend)
+
+
+def _rank_key(key: jax.Array, backend: Ranks) -> jax.Array:
+    return jax.random.fold_in(key, backend.place.rank)
+
+
+def _keys_of_ranks(key: jax.Array, backend: Ranks) -> PerRank:
+    return PerRank(jax.vmap(partial(jax.random.fold_in, key))(np.arange(backend.place.size)))
 
 
 class StackedBatches(Iterable[PyTree]):
@@ -358,7 +371,7 @@ class StackedBatches(Iterable[PyTree]):
             of_rank.go_to(at)
 
 
-def _agree(backend: Backend, made: Batches, arguments: Mapping[str, object]) -> None:
+def _agree(backend: Ranks, made: Batches, arguments: Mapping[str, object]) -> None:
     """Compare arguments and places, if collectives may be called here.
 
     That is on the main thread of the rank itself, and not in the processes of a loader.

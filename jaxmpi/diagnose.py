@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._collectives.throughput import measured_speed
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
@@ -31,7 +31,7 @@ class Explanation:
         self,
         title: str,
         entries: Sequence[Entry],
-        backend: Backend,
+        backend: Ranks,
         seconds: Callable[[Cost], float] | None,
     ) -> None:
         self.entries = entries

@@ -2,11 +2,13 @@
 
 import ast
 import graphlib
+import importlib
 from pathlib import Path
 
 import pytest
 
 import jaxmpi
+from jaxmpi._backends.interface import Processes, Ranks, Transport
 
 PACKAGE = Path(jaxmpi.__file__).parent
 FOUNDATION = {
@@ -167,6 +169,45 @@ def test_no_code_asks_for_the_name_of_a_backend():
                     if isinstance(part, ast.Attribute) and part.attr == "name":
                         owner = ast.unparse(part.value)
                         assert "backend" not in owner and "current(" not in owner, path
+
+
+def classes_of(folder):
+    """List the classes that the modules of a folder define."""
+    found = []
+    for name, _ in modules():
+        if name.startswith(f"{folder}."):
+            module = importlib.import_module(f"jaxmpi.{name}")
+            for cls in vars(module).values():
+                if isinstance(cls, type) and cls.__module__ == module.__name__:
+                    found.append(cls)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["_backends"])
+def test_no_method_overrides_one_that_does_something(folder):
+    for cls in classes_of(folder):
+        for name, member in vars(cls).items():
+            inherited = [
+                base.__dict__[name]
+                for base in cls.__mro__[1:]
+                if name in base.__dict__ and base.__module__.startswith("jaxmpi.")
+            ]
+            ours = callable(member) and name != "__init__" and not name.startswith("_abc")
+            if ours and inherited:
+                assert all(getattr(f, "__isabstractmethod__", False) for f in inherited), (
+                    f"{cls.__module__}.{cls.__name__}.{name}"
+                )
+
+
+def test_no_attribute_says_what_a_backend_is():
+    """Callers ask to do something; a yes or no of the MPI library is one of its facts."""
+    for interface in (Ranks, Processes, Transport):
+        yes_or_no = {
+            name
+            for name, kind in vars(interface).get("__annotations__", {}).items()
+            if kind is bool
+        }
+        assert yes_or_no <= {"concurrent"}
 
 
 def test_each_folder_has_a_line_for_each_of_its_files():

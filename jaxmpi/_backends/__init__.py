@@ -1,23 +1,23 @@
-"""Backends: transports of messages between the ranks.
+"""Backends: ranks, and transports of messages between them.
 
 Interface:
-base             the interface of a backend; a collective; the place of a rank
+base             records: a collective, its messages, a place among the ranks
+interface        the abstract classes: `Ranks`, and the `Transport` of their programs
 groups           groups of ranks: those along named axes
 within_groups    collectives within groups, by collectives over all ranks
 
 One process:
-single           one rank
-simulate         several ranks in one process
+one_process      one rank, or several simulated ones
 
 Start of MPI:
-transport        choice of the transport of backend "mpi": native or mpi
+transport        choice of the transport of backend "mpi": native or mpi4jax
 start_checks     checks of all ranks before there is a backend
 mpi_library      mpi4py and mpi4jax imported, MPI started and ended
 extension        the native extension loaded and checked
 
 Ranks of an MPI job, outside of programs:
-process_group    objects, barriers and comparisons
-activity         the collectives that a rank has entered, for the monitor
+mpi_ranks        objects, barriers and the monitor's channel
+comparison       comparisons of what the ranks do, between programs
 communicator     types of mpi4py's communicators
 handover         messages for which ranks wait asleep
 votes            yes or no of each rank, received later, within a node without a message
@@ -30,7 +30,7 @@ shared_memory    memory that the ranks of a node share; `_job/process/run_dir` r
 tuning           chunk sizes within a node and between nodes, and thresholds between algorithms
 
 Other transports:
-mpi              mpi4jax
+mpi4jax          mpi4jax
 xla              backend "xla": NCCL or gloo
 jax_processes    JAX's own processes, which the ranks join
 

@@ -2,9 +2,9 @@
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -12,13 +12,84 @@ from jaxlib import version as jaxlib_version
 
 from jaxmpi._errors import MPIError
 
-__all__ = ["check_ffi", "how_to_build", "load", "rank_value", "sources_digest"]
+__all__ = ["Extension", "check_ffi", "how_to_build", "load", "rank_value", "sources_digest"]
 
 INTERFACE = 10  # what this Python code calls; the extension exports the number it was built with
 ROOT = Path(__file__).parents[2]  # the folder of the sources, in an editable install
 
 
-def load() -> ModuleType:
+class Extension(Protocol):
+    """The module `jaxmpi._native`, as Python calls it; native/module.cc has the functions."""
+
+    ffi: str
+    kinds: Mapping[str, int]
+    operations: Mapping[str, int]
+    dtypes: Mapping[str, int]
+    piece_bytes: int
+
+    def can_reduce(self) -> bool: ...
+
+    def use_cuda(self, library: str) -> None: ...
+
+    def handler(self, name: str) -> object: ...
+
+    def set_rank(self, rank: int) -> None: ...
+
+    def layout_bytes(self, size: int, slot_bytes: int, slots: int) -> int: ...
+
+    def open(
+        self,
+        *,
+        rank: int,
+        order: Sequence[int],
+        ranks: Sequence[int],
+        node: int,
+        local_rank: int,
+        local_names: Sequence[int],
+        slot_bytes: int,
+        slots: int,
+        threads: int,
+        crowded: bool,
+        memory: int,
+        file: int,
+    ) -> int: ...
+
+    def connect(
+        self,
+        *,
+        group: int,
+        library: str,
+        comm: int,
+        byte: int,
+        request_bytes: int,
+        small_bytes: int,
+        direct_nodes: int,
+    ) -> None: ...
+
+    def count_ahead_from(self, first: int) -> None: ...
+
+    def on_mismatch(self, handler: Callable[[int, int, int], str]) -> None: ...
+
+    def compare(self, fingerprint: int) -> tuple[int, int, int]: ...
+
+    def calls_before(self, calls: int) -> tuple[int, Sequence[int]]: ...
+
+    def forget_calls(self) -> None: ...
+
+    def messages(self) -> tuple[int, int]: ...
+
+    def exposed_ns(self) -> int: ...
+
+    def waits(self) -> Sequence[tuple[int, int]]: ...
+
+    def last_fingerprint(self) -> int: ...
+
+    def events(self) -> Sequence[tuple[int, int, int, int, int | None, int | None]]: ...
+
+    def close(self) -> None: ...
+
+
+def load() -> Extension:
     """Import the extension.
 
     Raises:
@@ -76,7 +147,7 @@ def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
     return jax.ffi.ffi_call("jaxmpi_rank", jax.ShapeDtypeStruct((), np.int32))
 
 
-def check_ffi(native: ModuleType) -> None:
+def check_ffi(native: Extension) -> None:
     """Check that jaxlib accepts the version of XLA's FFI for which the extension was built.
 
     jaxlib checks a handler only once JAX's backend has started; before, it just keeps it.

@@ -12,26 +12,42 @@ the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first or
 
 import math
 import random
-from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import extension, native_calls
-from jaxmpi._backends.base import Collective, Message, Overlap, Started, fingerprint_of
+from jaxmpi._backends import extension, native_calls, primitive
+from jaxmpi._backends.base import (
+    Collective,
+    Event,
+    Message,
+    Overlap,
+    Place,
+    Started,
+    Target,
+    fingerprint_of,
+)
 from jaxmpi._backends.communicator import Communicator
-from jaxmpi._backends.groups import Groups, position
-from jaxmpi._backends.mpi import Mpi
+from jaxmpi._backends.comparison import Comparison, MpiTransport
+from jaxmpi._backends.groups import named_groups, position
+from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
 from jaxmpi._backends.native_transports import Transports
 from jaxmpi._backends.wire_dtypes import carried, carried_shapes, received
 from jaxmpi._backends.within_groups import through_all
 from jaxmpi._job.process import settings
 
-__all__ = ["Native", "on_host"]
+__all__ = ["InlineComparison", "Native", "on_host"]
+
+E = TypeVar("E")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Sent(NamedTuple):
@@ -47,19 +63,32 @@ def on_host() -> bool:
     return jax.default_backend() == "cpu"
 
 
-class Native(Mpi):
-    """Ranks whose programs talk through `jaxmpi._native`."""
+class Native(MpiTransport):
+    """Programs that talk through `jaxmpi._native`."""
 
-    transport, fuses_mean, compares_inline, needs_mpi4jax = "native", True, True, False
+    name = "native"
 
-    def __init__(self, launched: int) -> None:
-        """Join the other ranks; `launched` is how many the launcher's environment speaks of."""
-        native = extension.load()
-        super().__init__(launched)
-        self.native = native
-        # the number of the transport of each way to divide the ranks into groups
+    def __init__(
+        self, place: Place, mpi: ModuleType, *, native: extension.Extension, concurrent: bool
+    ) -> None:
+        """Open the transport of all ranks; every rank calls it.
+
+        Args:
+          place: of this rank.
+          mpi: the module `mpi4py.MPI`.
+          native: the extension.
+          concurrent: whether several threads may be inside MPI at once.
+        """
+        self.place, self.native = place, native
+        self._mpi, self._concurrent = mpi, concurrent
+        self._programs: Communicator = mpi.COMM_WORLD.Dup()
+        self.arrays = LocalArrays()
+        self._index = extension.rank_value(place.rank)
+        # for each way to divide the ranks into groups: this rank's communicator, and the number of
+        # its transport
+        self._communicators: dict[tuple[tuple[int, ...], ...], Communicator] = {}
         self._transports: dict[tuple[tuple[int, ...], ...], int] = {}
-        self._opened = Transports(self._mpi, native, self.place)
+        self._opened = Transports(mpi, native, place)
         self._sent: dict[int, Sent] = {}  # by fingerprint
         host = on_host()
         # also in a job of GPUs
@@ -77,14 +106,22 @@ class Native(Mpi):
                     f"jaxmpi_{target}", native.handler(handler), platform="CUDA"
                 )
         self._opened.open(self._programs, ())
-        self.description = self._opened.description
+        self.description = ", ".join(filter(None, ["transport native", self._opened.description]))
         # a number that was restored from a checkpoint of another job is none of this job's
         native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))
 
-    def _connect(self, groups: Groups) -> None:
-        """Open the transport of this rank's group."""
-        members = groups[position(groups, self.place.rank)[0]]
-        self._transports[groups] = self._opened.open(self._communicators[groups], members)
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.place.size
+
+    def connect(self, axes: Mapping[str, int]) -> None:
+        """Open a transport for this rank's group of each kind; every rank calls it."""
+        for groups in named_groups(axes):
+            number, place = position(groups, self.place.rank)
+            comm = self._mpi.COMM_WORLD.Split(number, place)
+            self._communicators[groups] = comm
+            self._transports[groups] = self._opened.open(comm, groups[number])
 
     # in traced code
 
@@ -93,9 +130,27 @@ class Native(Mpi):
         """The ordered effect of all calls, as a set."""
         return frozenset({_jaxcompat.ordered_effect()})
 
-    def carries(self, call: Collective) -> bool:
-        """Return whether all ranks compare fingerprints in it; a group compares its own."""
+    def index(self) -> jax.Array | np.int32:
+        """Return this rank's number."""
+        return self._index()
+
+    def compares(self, call: Collective) -> bool:
+        """Return whether all ranks compare fingerprints in `call`; a group compares its own."""
         return not call.groups
+
+    def compare(
+        self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
+    ) -> Callable[[], None] | None:
+        """Return what compares a program at its start; None where its first message does.
+
+        After the first call it travels with the next message, if all ranks take part in all
+        messages. Otherwise a rank could wait for those of its group, and these, which have called
+        something else, for all ranks.
+        """
+        if first is not None and self.compares(first):
+            return None
+        later = all(map(self.compares, calls))
+        return partial(primitive.compare_fingerprint, fingerprint, self, later=later)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays."""
@@ -109,6 +164,10 @@ class Native(Mpi):
         fingerprint = self._fingerprint(call, _message(call, xs))
         outs = native_calls.run(carried(call, xs, self._fits), call, self, fingerprint)
         return received(call, xs, outs)
+
+    def connects(self, call: Collective) -> bool:
+        """Return whether the groups have transports, as those along axes of `init` do."""
+        return not call.groups or call.groups in self._transports
 
     def transport_of(self, call: Collective) -> int:
         """Return the number of the transport that carries a collective."""
@@ -124,14 +183,39 @@ class Native(Mpi):
         """Return whether the extension reduces and moves arrays of this dtype."""
         return dtype.name in self.native.dtypes
 
-    @property
-    def overlap(self) -> Overlap | None:
-        """Settings of the thread that sends while a program computes; by default between nodes only."""
+    # programs
+
+    def target(self) -> Target:
+        """Return collectives as equations of one primitive, which divide for a mean."""
+        run = partial(primitive.run, transport=self)
+        return Target(self.size, run, self.index, overlap=self._overlap(), divides=True)
+
+    def lower(self, lowering: Lowering[R]) -> R:
+        """Make a program one with ordered messages."""
+        return lowering.in_order(self.target(), self)
+
+    def check(self, limits: Limits) -> None:
+        """Refuse nothing."""
+
+    def nested(self, program: T, api: str, title: str) -> T:
+        """Return the program: its effect keeps the order beside other programs."""
+        return program
+
+    def shared_module(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr | None:
+        """Return None: tokens keep the messages of each rank's own module in order."""
+        return None
+
+    def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:
+        """Return a comparison in the messages."""
+        return InlineComparison(self, ranks, objects)
+
+    def _overlap(self) -> Overlap | None:
+        """Return how a thread sends while a program computes; by default between nodes only."""
         asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._opened.tuning, on_host()
         # its gain on GPUs has not been measured yet
         if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):
             return None
-        ahead = (self._send_ahead, self._take) if self.concurrent and host else ()
+        ahead = (self._send_ahead, self._take) if self._concurrent and host else ()
         return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
 
     def _start(
@@ -164,30 +248,54 @@ class Native(Mpi):
         sent = carried_shapes(call, arrays, self._fits)
         return [sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)]
 
-    # outside
+    # errors and reports
 
-    def set_mismatch_handler(
+    def described(self, fingerprint: int) -> Sent | None:
+        """Return the message with a fingerprint; None if this rank has traced none with it."""
+        return self._sent.get(fingerprint)
+
+    def members_of(self, transport: int) -> Sequence[int]:
+        """Return the ranks of this rank's group in a transport; () for all ranks."""
+        return self._opened.members[transport]
+
+    def communicator_of(self, ranks: Sequence[int]) -> Communicator | None:
+        """Return the communicator of a group of ranks, or None."""
+        for groups, number in self._transports.items():
+            if ranks and self._opened.members[number] == ranks:
+                return self._communicators[groups]
+        return None
+
+    def close(self) -> None:
+        """Free the communicators, and the shared memory."""
+        for comm in (self._programs, *self._communicators.values()):
+            comm.Free()
+        self._opened.close()
+
+
+class InlineComparison(Comparison):
+    """Comparison in the messages: each carries a fingerprint, and those of calls before it."""
+
+    def __init__(self, transport: Native, ranks: Processes, objects: Communicator) -> None:
+        self._transport, self._native = transport, transport.native
+        self._ranks, self._objects = ranks, objects
+
+    def explain_mismatches(
         self, explain: Callable[[int, str | Message, Sequence[int]], str]
     ) -> None:
-        """Have `explain` write the error where the fingerprints of a message differ.
-
-        Every rank of the message's group calls it, on the thread that communicates, with the
-        fingerprint of its program, what it was about to send, and the ranks of the group, or ()
-        for all.
-        """
+        """Have `explain` write the error where the fingerprints of a message differ."""
 
         def handler(fingerprint: int, transport: int, calls: int) -> str:
-            members = self._opened.members[transport]
+            members = self._transport.members_of(transport)
             _, call = (False, 0) if members else self._call_that_differs(calls)
             earlier = Sent(fingerprint, Message("a program of an earlier init"), 0)
-            sent = self._sent.get(call or fingerprint, earlier)
+            sent = self._transport.described(call or fingerprint) or earlier
             text = str(sent.message)
             if sent.position:
                 text += f", message {sent.position} of the program"
             return explain(sent.program, text, members)
 
         self._explain = explain
-        self.native.on_mismatch(handler)
+        self._native.on_mismatch(handler)
 
     def _call_that_differs(self, calls: int) -> tuple[bool, int]:
         """Find the first call in which the ranks differ, before a message in which they do.
@@ -201,9 +309,9 @@ class Native(Mpi):
           Whether the ranks' calls differ, and the fingerprint of this rank's first call that
           does; 0 where it sent the message instead.
         """
-        first, made = self.native.calls_before(calls)
-        everyone = self.gather_details((first, made))
-        self.native.forget_calls()
+        first, made = self._native.calls_before(calls)
+        everyone = self._ranks.gather_details((first, made))
+        self._native.forget_calls()
         begin = max(first for first, _ in everyone)
         columns = zip_longest(*(theirs[begin - first :] for first, theirs in everyone), fillvalue=0)
         number = next((i for i, column in enumerate(columns, begin) if len(set(column)) > 1), None)
@@ -211,62 +319,64 @@ class Native(Mpi):
             return False, 0
         return True, made[number - first] if number < calls else 0
 
-    def _of(self, ranks: Sequence[int]) -> Communicator:
-        for groups, number in self._transports.items():
-            if ranks and self._opened.members[number] == ranks:
-                return self._communicators[groups]
-        return self._objects
+    def communicator(self, ranks: Sequence[int]) -> Communicator:
+        """Return that of a group of ranks, if they have one; else that of all."""
+        return self._transport.communicator_of(ranks) or self._objects
 
-    def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
+    def executor(self, *, inline: E, before: E) -> E:
+        """Return `inline`."""
+        return inline
+
+    def drain(self) -> None:
+        """Wait for all programs: their messages and those outside have one order."""
+        self._ranks.finish()
+
+    def in_program(self, *, starting: bool, ends: Iterable[jax.Array]) -> bool:
+        """Return that it is in none: the monitor sees each message of a program."""
+        return False
+
+    def extremes(self, fingerprint: int, title: str, program: int) -> tuple[int, int]:
         """Return the smallest and largest fingerprint, compared in the order of the messages."""
-        self._entitle(fingerprint, title, program)
         try:
-            with self._enter():
-                smallest, largest, calls = self.native.compare(fingerprint)
+            with self._ranks.entered():
+                smallest, largest, calls = self._native.compare(fingerprint)
         except RuntimeError as error:  # a message that was sent ahead has failed
-            if self.registry.found and str(self.registry.found[0]) in str(error):
-                raise self.registry.found.pop() from None
+            if self._ranks.registry.found and str(self._ranks.registry.found[0]) in str(error):
+                raise self._ranks.registry.found.pop() from None
             raise
         if smallest != largest:
             differ, call = self._call_that_differs(calls)
             if differ:
                 earlier = Sent(program or fingerprint, Message(title), 0)
-                sent = self._sent.get(call, earlier)
+                sent = self._transport.described(call) or earlier
                 self._explain(sent.program, sent.message, ())
-                raise self.registry.found.pop()
+                raise self._ranks.registry.found.pop()
         return smallest, largest
 
-    def progress(self) -> tuple[int, bool]:
-        """Return the number of collectives entered, and whether this rank is in one."""
-        entered, inside = super().progress()
-        started, ended = self.native.messages()
-        return entered + started, inside or started > ended
+    def counts(self) -> tuple[int, int]:
+        """Return how many messages have started, and how many have ended."""
+        return self._native.messages()
 
-    def doing(self) -> int:
+    def last_fingerprint(self) -> int:
         """Return the fingerprint of the last message."""
-        return self.native.last_fingerprint()
+        return self._native.last_fingerprint()
 
-    def events(self) -> list[Sequence[Any]]:
-        """Return the last messages: number, fingerprint, bytes, start, all_entered, end."""
-        return self.native.events()
+    def events(self) -> Sequence[Event]:
+        """Return the last messages."""
+        return [Event(*event) for event in self._native.events()]
 
-    def waits(self) -> list[tuple[int, int]]:
+    def waits(self) -> Sequence[tuple[int, int]]:
         """Return when the last waits for messages began and ended, in monotonic nanoseconds."""
-        return self.native.waits()
+        return self._native.waits()
 
     def exposed_ns(self) -> int | None:
         """Return the nanoseconds for which programs have waited for messages."""
-        return self.native.exposed_ns()
+        return self._native.exposed_ns()
 
-    def described(self, fingerprint: int) -> tuple[int, str | Message]:
-        """Return (program fingerprint, title or message) for a message fingerprint."""
-        sent = self._sent.get(fingerprint)
-        return (sent.program, sent.message) if sent else super().described(fingerprint)
-
-    def close(self) -> None:
-        """Free the communicators, the shared memory, and the programs that were compiled for them."""
-        super().close()
-        self._opened.close()
+    def described(self, fingerprint: int) -> tuple[int, Message] | None:
+        """Return (program fingerprint, message) for a message of a program; None for any other."""
+        sent = self._transport.described(fingerprint)
+        return (sent.program, sent.message) if sent else None
 
 
 def _message(call: Collective, xs: Sequence[jax.Array]) -> Message:

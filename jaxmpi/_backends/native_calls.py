@@ -12,7 +12,7 @@ native/handlers.cc, which refuses any others.
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective, Place
+from jaxmpi._backends.extension import Extension
 from jaxmpi._backends.sent_ahead import NUMBER
 
 __all__ = ["compare", "run", "send_ahead", "start", "take"]
@@ -34,7 +35,7 @@ class Transport(Protocol):
     """The backend, as far as the calls need it."""
 
     place: Place
-    native: Any  # the extension
+    native: Extension
 
     @property
     def effects(self) -> frozenset[Hashable]:

@@ -6,12 +6,12 @@ import mmap
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from jaxmpi._backends.base import Place
 from jaxmpi._backends.communicator import Communicator
+from jaxmpi._backends.extension import Extension
 from jaxmpi._backends.mpi_library import libmpi
 from jaxmpi._backends.shared_memory import SHARED_MEMORY, shared_memory
 from jaxmpi._backends.tuning import (
@@ -42,7 +42,7 @@ class Transports:
       description: how messages travel between nodes, for the line that `init` prints.
     """
 
-    def __init__(self, mpi: ModuleType, native: Any, place: Place) -> None:
+    def __init__(self, mpi: ModuleType, native: Extension, place: Place) -> None:
         self._mpi, self._native, self._place = mpi, native, place
         self._shared: list[tuple[int, mmap.mmap]] = []
         self.members: list[Sequence[int]] = []

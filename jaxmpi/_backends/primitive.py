@@ -24,7 +24,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmpi._backends.base import Backend, Collective
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.interface import Transport
 
 __all__ = ["compare_fingerprint", "run"]
 
@@ -41,32 +42,32 @@ TRANSPOSED = {
 }
 
 
-def run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax.Array]:
+def run(call: Collective, xs: Sequence[jax.Array], transport: Transport) -> list[jax.Array]:
     """Carry out one collective on a list of arrays; nothing is sent for an empty list."""
-    return collective_p.bind(*xs, call=call, backend=backend) if xs else []
+    return collective_p.bind(*xs, call=call, transport=transport) if xs else []
 
 
-def compare_fingerprint(fingerprint: int, backend: Backend, *, later: bool) -> None:
+def compare_fingerprint(fingerprint: int, transport: Transport, *, later: bool) -> None:
     """Compare the fingerprint of a program with those of the other ranks, in the order of the collectives.
 
     Args:
       fingerprint: that of the program.
-      backend: the ranks, which compare inline.
+      transport: whose messages compare programs.
       later: whether calls after the first are compared with the next message.
     """
     collective_p.bind(
         call=Collective("compare_later" if later else "compare", fingerprint=fingerprint),
-        backend=backend,
+        transport=transport,
     )
 
 
 def _abstract(
-    *xs: ShapedArray, call: Collective, backend: Backend
+    *xs: ShapedArray, call: Collective, transport: Transport
 ) -> tuple[list[ShapedArray], frozenset[Hashable]]:
-    size = backend.place.size
+    size = transport.size
     return [
         ShapedArray(call.out_shape(x.shape, size), x.dtype, weak_type=x.weak_type) for x in xs
-    ], backend.effects
+    ], transport.effects
 
 
 def _jvp(
@@ -74,16 +75,16 @@ def _jvp(
     tangents: Sequence[jax.Array | ad.Zero],
     *,
     call: Collective,
-    backend: Backend,
+    transport: Transport,
 ) -> tuple[list[jax.Array], list[jax.Array | ad.Zero]]:
     if call.op not in ("", "sum"):
         raise TypeError(
             f"jaxmpi: {call.kind} with op {call.op!r} is not linear. Call it through "
             "jaxmpi.tree_allreduce."
         )
-    outs = collective_p.bind(*primals, call=call, backend=backend)
+    outs = collective_p.bind(*primals, call=call, transport=transport)
     live = [t for t in tangents if type(t) is not ad.Zero]
-    moved = iter(run(call, live, backend))
+    moved = iter(run(call, live, transport))
     tangents_out = [
         next(moved) if type(t) is not ad.Zero else ad.Zero(t.aval.update(shape=out.shape))
         for t, out in zip(tangents, outs, strict=True)
@@ -92,15 +93,20 @@ def _jvp(
 
 
 def _transpose(
-    cts: Sequence[jax.Array | ad.Zero], *xs: ad.UndefinedPrimal, call: Collective, backend: Backend
+    cts: Sequence[jax.Array | ad.Zero],
+    *xs: ad.UndefinedPrimal,
+    call: Collective,
+    transport: Transport,
 ) -> list[jax.Array | ad.Zero]:
     live = [ct for ct in cts if type(ct) is not ad.Zero]
     back_call = TRANSPOSED[call.kind]._replace(
         pairs=tuple((q, p) for p, q in call.pairs), groups=call.groups
     )
-    moved = iter(run(back_call, live, backend))
+    moved = iter(run(back_call, live, transport))
     roots = [group[call.root] for group in call.groups] or [call.root]
-    keep = jnp.isin(backend.index(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
+    keep = (
+        jnp.isin(transport.index(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
+    )
     outs: list[jax.Array | ad.Zero] = []
     for ct, x in zip(cts, xs, strict=True):
         if type(ct) is ad.Zero:
@@ -112,25 +118,25 @@ def _transpose(
 
 
 def _batch(
-    xs: Sequence[jax.Array], dims: Sequence[int | None], *, call: Collective, backend: Backend
+    xs: Sequence[jax.Array], dims: Sequence[int | None], *, call: Collective, transport: Transport
 ) -> tuple[list[jax.Array], list[int | None]]:
     # the batch axis goes last, out of the way of the axis over ranks: one message for the whole
     # batch
     moved = [x if d is None else jnp.moveaxis(x, d, -1) for x, d in zip(xs, dims, strict=True)]
-    outs = collective_p.bind(*moved, call=call, backend=backend)
+    outs = collective_p.bind(*moved, call=call, transport=transport)
     return outs, [d if d is None else out.ndim - 1 for d, out in zip(dims, outs, strict=True)]
 
 
-_compiled = jax.jit(collective_p.bind, static_argnames=("call", "backend"))
+_compiled = jax.jit(collective_p.bind, static_argnames=("call", "transport"))
 
 
-def _eager(*xs: jax.Array, call: Collective, backend: Backend) -> list[jax.Array]:
+def _eager(*xs: jax.Array, call: Collective, transport: Transport) -> list[jax.Array]:
     with jax.disable_jit(False):  # or, under jax.disable_jit, it would call itself
-        return _compiled(*xs, call=call, backend=backend)
+        return _compiled(*xs, call=call, transport=transport)
 
 
-def _lower(*xs: jax.Array, call: Collective, backend: Backend) -> list[jax.Array]:
-    return backend.run(call, xs)
+def _lower(*xs: jax.Array, call: Collective, transport: Transport) -> list[jax.Array]:
+    return transport.run(call, xs)
 
 
 collective_p.def_effectful_abstract_eval(_abstract)

@@ -9,26 +9,47 @@ import jax
 
 from jaxmpi._backends import extension
 from jaxmpi._backends.jax_processes import join_jax_processes
-from jaxmpi._backends.mpi import Mpi
+from jaxmpi._backends.mpi4jax import Mpi4jax
 from jaxmpi._backends.mpi_library import import_mpi4py
+from jaxmpi._backends.mpi_ranks import MpiRanks
 from jaxmpi._backends.native import Native, on_host
 from jaxmpi._backends.shared_memory import SHARED_MEMORY
-from jaxmpi._backends.start_checks import check_start, gathered, take_device
+from jaxmpi._backends.start_checks import (
+    check_platforms,
+    check_start,
+    find_mpi4jax,
+    gathered,
+    take_device,
+)
+from jaxmpi._backends.xla import Xla
 from jaxmpi._errors import MPIError
 from jaxmpi._job.process import settings
 
-__all__ = ["join", "why_not_native"]
+__all__ = ["join", "join_xla", "why_not_native"]
 
 CUDA_DRIVER = "libcuda.so.1"
 
 
-def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> Mpi:
+def join_xla(launched: int, devices: Sequence[int] | None) -> MpiRanks:
+    """Join the other ranks, with programs that talk through XLA.
+
+    Args:
+      launched: the number of ranks in the launcher's environment.
+      devices: as in `jaxmpi.init`.
+    """
+    mpi = import_mpi4py(launched)
+    check_start(mpi, launched)
+    take_device(launched, devices)
+    return MpiRanks("xla", mpi, Xla)
+
+
+def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> MpiRanks:
     """Join the other ranks, on the transport of JAXMPI_TRANSPORT if it is set.
 
     Without it the transport is the native one if every rank can use it, else mpi4jax.
 
     Args:
-      launched: as in `Mpi`.
+      launched: the number of ranks in the launcher's environment.
       devices: as in `jaxmpi.init`.
       jax_processes: as in `jaxmpi.init`.
     """
@@ -48,17 +69,32 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
             f"{obstacles[0]}. Set it to mpi4jax."
         )
     if asked == "mpi4jax":
-        return Mpi(launched)
+        return _on_mpi4jax(launched)
     if not obstacles:
-        return Native(launched)
+        return _on_native(launched)
     try:
-        return Mpi(launched)
+        return _on_mpi4jax(launched)
     except MPIError as error:
         # of mpi4jax, which is needed only as the native transport is not there
         raise MPIError(
             "init: several ranks need the native transport or mpi4jax, and neither is available. "
             f"Native: {obstacles[0]}. mpi4jax: {error}"
         ) from None
+
+
+def _on_mpi4jax(launched: int) -> MpiRanks:
+    """Join the other ranks, with programs that talk with mpi4jax."""
+    mpi, mpi4jax = import_mpi4py(launched), find_mpi4jax(launched)
+    check_platforms(gathered(launched, jax.default_backend))
+    return MpiRanks("mpi", mpi, partial(Mpi4jax, mpi4jax=mpi4jax))
+
+
+def _on_native(launched: int) -> MpiRanks:
+    """Join the other ranks, with programs that talk through the extension."""
+    native, mpi = extension.load(), import_mpi4py(launched)
+    check_platforms(gathered(launched, jax.default_backend))
+    concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+    return MpiRanks("mpi", mpi, partial(Native, native=native, concurrent=concurrent))
 
 
 def why_not_native() -> MPIError | None:

@@ -1,130 +1,69 @@
-"""XLA's own collectives between processes, NCCL on CUDA and gloo on CPU; MPI starts them, and carries objects.
+"""XLA's own collectives between processes: NCCL on CUDA, gloo on CPUs; MPI carries objects.
 
 Each rank's arrays go in and come out as global arrays with the sharding `P()` of a mesh of one
 device a rank. XLA takes these for replicated, but each process holds its own values, and nothing
 inside (`shard_map` without `check_vma`) relies on more. Wrapping and unwrapping share the memory.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import packing
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends.base import Collective, Place, Target
+from jaxmpi._backends.communicator import Communicator
+from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups
+from jaxmpi._backends.interface import Arrays, Limits, Lowering, Processes, nesting_error
 from jaxmpi._backends.jax_processes import join_jax_processes
-from jaxmpi._backends.mpi_library import import_mpi4py
-from jaxmpi._backends.process_group import MpiProcessGroup
-from jaxmpi._backends.start_checks import check_start, take_device
 
 __all__ = ["Xla"]
 
+R = TypeVar("R")
+T = TypeVar("T")
+Tree = TypeVar("Tree")  # a pytree of arrays
 
-class Xla(MpiProcessGroup):
-    """Ranks whose programs talk through XLA."""
 
-    name = "xla"
-    effects: frozenset[Hashable] = frozenset()
-    global_arrays, takes_references = True, False
-    # XLA orders collectives by the whole program that it compiles, and gloo tells them apart by
-    # their order
-    same_module = True
+class Xla(MpiTransport):
+    """Programs on a mesh of one device a rank, which talk through XLA."""
 
-    def __init__(self, launched: int, devices: Sequence[int] | None) -> None:
-        """Join the other ranks, and have JAX join them; `launched` and `devices` as in `jaxmpi.init`."""
-        mpi = import_mpi4py(launched)
-        check_start(mpi, launched)
-        take_device(launched, devices)
-        super().__init__(mpi)
-        if self.place.size > 1:
-            one_host = self.place.local_size == self.place.size
+    name, description = "xla", ""
+
+    def __init__(self, place: Place, mpi: ModuleType) -> None:
+        """Have JAX's processes join each other; every rank calls it.
+
+        Args:
+          place: of this rank.
+          mpi: the module `mpi4py.MPI`.
+        """
+        self._size = place.size
+        if place.size > 1:
+            one_host = place.local_size == place.size
             join_jax_processes(
-                self.place.rank, self.place.size, one_host, partial(self.broadcast_object, root=0)
+                place.rank, place.size, one_host, partial(mpi.COMM_WORLD.bcast, root=0)
             )
         # of each rank, as `local_devices` has it
         first = {device.process_index: device for device in reversed(jax.devices())}
-        self.mesh = Mesh(np.array([first[rank] for rank in range(self.place.size)]), (AXIS,))
-        self.sharding = NamedSharding(self.mesh, PartitionSpec())
-
-    def name_axes(self, axes: Mapping[str, int]) -> None:
-        """Name axes beside AXIS, and connect the ranks of each group; every rank calls it.
-
-        On CPUs, the first collective of a group connects its ranks, and gloo gives the last of them
-        30 seconds to come. In `init` all ranks are there at the same time; in a train step one of
-        them may still be reading its data.
-        """
-        super().name_axes(axes)
-        if self.place.size == 1 or jax.default_backend() != "cpu":
-            return
-
-        def connect(x: jax.Array) -> jax.Array:
-            x = jax.lax.psum(x, AXIS)
-            # one after the other, in the same order on all ranks
-            for groups in named_groups(self.axes):
-                x = jax.lax.psum(x, AXIS, axis_index_groups=groups)
-            return x
-
-        everywhere = PartitionSpec()
-        program = jax.shard_map(
-            connect, mesh=self.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
-        )
-        jax.block_until_ready(jax.jit(program)(*self.wrap([np.zeros(1, np.float32)])))
+        self._mesh = Mesh(np.array([first[rank] for rank in range(place.size)]), (AXIS,))
+        self.arrays = GlobalArrays(NamedSharding(self._mesh, PartitionSpec()))
 
     @property
-    def combines(self) -> bool:
-        """Not on GPUs, where XLA knows best what to combine."""
-        return jax.default_backend() == "cpu"
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
 
     @property
-    def keeps_order(self) -> bool:
-        """Return whether XLA starts collectives, and loops that contain some, in one order on all ranks: not on CPUs."""
-        return jax.default_backend() != "cpu"
-
-    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-        """The bytes of each of XLA's collectives for arrays like these."""
-        return packing.messages(call, arrays, self.place.size)
-
-    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
-        """Arrays of this rank as global ones; the list itself if all are global already, as the state of a train step is."""
-        try:
-            if [x.sharding for x in leaves].count(self.sharding) == len(leaves):
-                return leaves
-        except AttributeError:  # NumPy arrays and numbers
-            pass
-        return [self._wrap(x) for x in leaves]
-
-    def _wrap(self, x: ArrayLike) -> ArrayLike:
-        if (
-            isinstance(x, bool | int | float | complex)
-            or getattr(x, "sharding", None) == self.sharding
-        ):
-            return x
-        if getattr(x, "dtype", None) == jax.dtypes.float0:  # JAX makes no array on a device of it
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(
-                x.shape, x.dtype, weak_type=x.weak_type, sharding=self.sharding
-            )
-        if isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated:
-            # a library's array over all devices, of which each has the whole
-            x = x.addressable_data(0)
-        mine = jax.device_put(x, jax.local_devices()[0])
-        return jax.make_array_from_single_device_arrays(mine.shape, self.sharding, [mine])
-
-    def unwrap(self, x: jax.Array) -> jax.Array:
-        """This rank's array of a global one."""
-        return (
-            x.addressable_data(0) if isinstance(x, jax.Array) and x.sharding == self.sharding else x
-        )
-
-    def index(self) -> jax.Array:
-        """This rank's number, inside of `jaxmpi.jit`."""
-        return jax.lax.axis_index(AXIS)
+    def effects(self) -> frozenset[Hashable]:
+        """Return none: XLA orders collectives by the whole program."""
+        return frozenset()
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Raise an error: plain `jax.jit` does not know the other ranks."""
@@ -133,8 +72,139 @@ class Xla(MpiProcessGroup):
             "only inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
         )
 
+    def index(self) -> jax.Array:
+        """Return this rank's number, inside of `jaxmpi.jit`."""
+        return jax.lax.axis_index(AXIS)
+
+    def compare(
+        self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
+    ) -> Callable[[], None] | None:
+        """Return None: the ranks compare a program before each call."""
+        return None
+
+    def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:
+        """Return a comparison before each program."""
+        return ComparesBefore(ranks, objects, maximum)
+
+    def target(self) -> Target:
+        """Return XLA's collectives on a few arrays at a time.
+
+        On GPUs XLA knows best what to combine, and starts collectives, and loops that contain some,
+        in one order on all ranks. On CPUs it does neither.
+        """
+        on_cpu = jax.default_backend() == "cpu"
+        return Target(self._size, packing.run, self.index, combine=on_cpu, keeps_order=not on_cpu)
+
+    def lower(self, lowering: Lowering[R]) -> R:
+        """Make a program a `shard_map` over the mesh."""
+        return lowering.on_mesh(self.target(), self._mesh)
+
+    def check(self, limits: Limits) -> None:
+        """Refuse references from outside, and effects that JAX has for one device only."""
+        limits.no_references_from_outside()
+        limits.no_ordered_effects()
+
+    def nested(self, program: T, api: str, title: str) -> T:
+        """Raise a RuntimeError: a traced caller has this rank's arrays, and no global ones."""
+        raise nesting_error(self.name, api, title)
+
+    def shared_module(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr | None:
+        """Return the program.
+
+        XLA orders collectives by the whole program that it compiles, and gloo tells them apart by
+        their order.
+        """
+        return jaxpr
+
+    def connects(self, call: Collective) -> bool:
+        """Return that XLA has groups for each of its collectives."""
+        return True
+
+    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """Return the bytes of each of XLA's collectives for arrays like these."""
+        return packing.messages(call, arrays, self._size)
+
+    def connect(self, axes: Mapping[str, int]) -> None:
+        """Connect the ranks of each group along named axes; every rank calls it.
+
+        On CPUs, the first collective of a group connects its ranks, and gloo gives the last of them
+        30 seconds to come. In `init` all ranks are there at the same time; in a train step one of
+        them may still be reading its data.
+        """
+        if self._size == 1 or jax.default_backend() != "cpu":
+            return
+
+        def communicate(x: jax.Array) -> jax.Array:
+            x = jax.lax.psum(x, AXIS)
+            # one after the other, in the same order on all ranks
+            for groups in named_groups(axes):
+                x = jax.lax.psum(x, AXIS, axis_index_groups=groups)
+            return x
+
+        everywhere = PartitionSpec()
+        program = jax.shard_map(
+            communicate,
+            mesh=self._mesh,
+            in_specs=everywhere,
+            out_specs=everywhere,
+            check_vma=False,
+        )
+        jax.block_until_ready(jax.jit(program)(*self.arrays.wrap([np.zeros(1, np.float32)])))
+
     def close(self) -> None:
-        """Leave the other ranks."""
-        super().close()
-        if self.place.size > 1:
+        """Leave JAX's other processes."""
+        if self._size > 1:
             jax.distributed.shutdown()
+
+
+class GlobalArrays(Arrays):
+    """Arrays that JAX knows as those of all processes: each has its own values."""
+
+    def __init__(self, sharding: NamedSharding) -> None:
+        self._sharding, self._size = sharding, sharding.mesh.size
+
+    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
+        """Return arrays of this rank as global ones.
+
+        It returns the list itself if all are global already, as the state of a train step is.
+        """
+        try:
+            if [x.sharding for x in leaves].count(self._sharding) == len(leaves):
+                return leaves
+        except AttributeError:  # NumPy arrays and numbers
+            pass
+        return [self._wrap(x) for x in leaves]
+
+    def wrap_tree(self, tree: Tree) -> Tree:
+        """Return a tree with global arrays; the tree itself in a job of one rank."""
+        if self._size == 1:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef.unflatten(self.wrap(leaves))
+
+    def local(self, tree: Tree) -> Tree:
+        """Return this rank's arrays of global ones."""
+        return jax.tree.map(self._local, tree)
+
+    def _wrap(self, x: ArrayLike) -> ArrayLike:
+        if (
+            isinstance(x, bool | int | float | complex)
+            or getattr(x, "sharding", None) == self._sharding
+        ):
+            return x
+        if getattr(x, "dtype", None) == jax.dtypes.float0:  # JAX makes no array on a device of it
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, weak_type=x.weak_type, sharding=self._sharding
+            )
+        if isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated:
+            # a library's array over all devices, of which each has the whole
+            x = x.addressable_data(0)
+        mine = jax.device_put(x, jax.local_devices()[0])
+        return jax.make_array_from_single_device_arrays(mine.shape, self._sharding, [mine])
+
+    def _local(self, x: ArrayLike) -> ArrayLike:
+        if isinstance(x, jax.Array) and x.sharding == self._sharding:
+            return x.addressable_data(0)
+        return x

@@ -5,7 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
+from jaxmpi._backends.base import fingerprint_of
+from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._checkpoint.manifest import Leaf
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call, mismatch_of
@@ -53,7 +54,7 @@ def lines_of(leaves: Sequence[Leaf], *options: str) -> list[str]:
     return [*options, *(f"leaf {leaf.name}: {leaf}" for leaf in leaves)]
 
 
-def agree(backend: Backend, function: str, side: Side) -> list[Side]:
+def agree(backend: Ranks, function: str, side: Side) -> list[Side]:
     """Compare the ranks' sides of a call.
 
     The calls that the ranks make must be equal. What else differs is for the caller to judge, which
@@ -78,7 +79,7 @@ def agree(backend: Backend, function: str, side: Side) -> list[Side]:
         "last save": [side.last_save],
     }
     call = _call(function, side.lines)
-    reports = compare.gather_reports(cast(ProcessGroup, backend), call, details)
+    reports = compare.gather_reports(cast(Processes, backend), call, details)
     if any(report.call != call for report in reports):
         raise mismatch_of(reports)
     sides = []
@@ -92,7 +93,7 @@ def _call(function: str, lines: Sequence[str]) -> Call:
     return Call.of(function, "\n".join([function, *lines]))
 
 
-def checked(backend: Backend, function: str, check: Callable[[], T]) -> T:
+def checked(backend: Ranks, function: str, check: Callable[[], T]) -> T:
     """Return what `check` returns; where it raises on one rank, all raise.
 
     The others are in `agree`. They get a RankMismatchError with its text, unless they raise the
@@ -135,7 +136,7 @@ def _wrong(argument: object, wanted: str, function: str) -> str:
     return f"of type {type(argument).__name__}, and must be {wanted}. Call {signature}."
 
 
-def run_on_all_or_raise(backend: Backend, function: Callable[[], T]) -> T:
+def run_on_all_or_raise(backend: Ranks, function: Callable[[], T]) -> T:
     """Call a function on every rank; where it fails on one, raise its error on all.
 
     **Communication:** an allgather of the error texts, if any.
@@ -157,6 +158,6 @@ def text_of(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def ranks_here(backend: Backend) -> Iterator[int]:
+def ranks_here(backend: Ranks) -> Iterator[int]:
     """Yield the ranks that live in this process."""
-    yield from range(backend.place.size) if backend.simulates else (backend.place.rank,)
+    yield from backend.ranks_here

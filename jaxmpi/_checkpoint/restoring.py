@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._backends.groups import position
+from jaxmpi._backends.interface import Ranks, long_operation
 from jaxmpi._checkpoint import folders, memory
 from jaxmpi._checkpoint.agreement import ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.array_files import Archive
@@ -33,7 +33,7 @@ Reader = Callable[[Leaf, int], LeafValue]  # reads what a rank has saved of a le
 
 
 def newest(
-    backend: Backend, directory: Path, step: int | None
+    backend: Ranks, directory: Path, step: int | None
 ) -> tuple[tuple[Path, Manifest] | None, str]:
     """Return the newest whole checkpoint or None, and the errors of damaged ones, on all ranks.
 
@@ -155,7 +155,7 @@ def check_kept(
 
 
 def read(
-    backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]
+    backend: Ranks, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]
 ) -> list[LeafValue]:
     """Read the leaves of a checkpoint.
 
@@ -211,7 +211,7 @@ def _reader(folder: Path, manifest: Manifest) -> Iterator[Reader]:
         yield read
 
 
-def _value(backend: Backend, wanted: Leaf, saved: Leaf, ranks: int, read: Reader) -> LeafValue:
+def _value(backend: Ranks, wanted: Leaf, saved: Leaf, ranks: int, read: Reader) -> LeafValue:
     """Return what this process has of a leaf that `ranks` ranks have saved."""
     size = backend.place.size
     if not saved.plain and not saved.stored:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi._backends.base import Backend, long_operation
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.interface import Ranks, long_operation
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._checkpoint import array_files, folders
 from jaxmpi._checkpoint.agreement import Side, ranks_here, text_of
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_plain
@@ -82,13 +82,14 @@ class Prepared(NamedTuple):
     error: str
 
 
-def prepare(backend: Backend, leaves: Sequence[tuple[Leaf, LeafValue]], writers: range) -> Prepared:
+def prepare(backend: Ranks, leaves: Sequence[tuple[Leaf, LeafValue]], writers: range) -> Prepared:
     """Compute digests and copy arrays; from then on, the training may overwrite them."""
     ranks = list(ranks_here(backend))
     replicated: list[Leaf] = []
     digests: list[list[str]] = [[] for _ in ranks]
     arrays: dict[int, dict[str, np.ndarray]] = {rank: {} for rank in ranks if rank in writers}
-    one_value = backend.simulates or backend.place.size == 1  # of what is no `PerRank`
+    # of what is no `PerRank`
+    one_value = len(backend.ranks_here) == backend.place.size
     try:
         for leaf, x in leaves:
             may_differ = isinstance(x, PerRank) or not one_value
@@ -175,7 +176,7 @@ class Begun(NamedTuple):
 
 
 def begin(
-    backend: Backend, saves: "Saves", directory: Path, leaves: Sequence[Leaf], in_memory: bool
+    backend: Ranks, saves: "Saves", directory: Path, leaves: Sequence[Leaf], in_memory: bool
 ) -> Begun:
     """Make the folder that is written into, on rank 0.
 
@@ -277,7 +278,7 @@ class Saves:
         self._changed = threading.Condition()
         self._take_back = at_exit(Step.OUTCOME, self._fail_if_unheard)
 
-    def start(self, backend: Backend, plan: Plan) -> None:
+    def start(self, backend: Ranks, plan: Plan) -> None:
         """Write a save in the background; `wait` the one before first.
 
         **Communication:** through the monitor, from each writing rank to rank 0, the places and
@@ -286,7 +287,7 @@ class Saves:
         self._last = _Save(self, backend, plan)
         self._last.start()
 
-    def wait(self, backend: Backend) -> str:
+    def wait(self, backend: Ranks) -> str:
         """Wait for this rank's part of the last save; return its error, or ""."""
         if self._last is None:
             return ""
@@ -353,7 +354,7 @@ class Saves:
 class _Save:
     """One save, and the thread that writes this process's files."""
 
-    def __init__(self, saves: Saves, backend: Backend, plan: Plan) -> None:
+    def __init__(self, saves: Saves, backend: Ranks, plan: Plan) -> None:
         self.error: str | None = None
         self.name = f"step {plan.step}"
         self._saves, self._backend, self._plan = saves, backend, plan

@@ -14,7 +14,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey, KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._checkpoint.manifest import Layout, Leaf, LeafValue, is_plain
 from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import PyTree, is_key, leaf_name

@@ -12,14 +12,15 @@ from jax import lax
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._backends import lax_collectives, primitive
-from jaxmpi._backends.base import Backend, Collective
+from jaxmpi._backends.base import Collective
 from jaxmpi._backends.groups import groups_along, position
-from jaxmpi._backends.single import Single
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.one_process import Identity
 
 __all__ = [
     "Bound",
     "Plain",
-    "Ranks",
+    "RankGroup",
     "allreduce",
     "along",
     "axis_size",
@@ -41,8 +42,8 @@ WIDE: list[
 ]
 
 
-class Ranks(Protocol):
-    """Ranks of a group, as the functions on lists of arrays see them in traced code."""
+class RankGroup(Protocol):
+    """RankGroup of a group, as the functions on lists of arrays see them in traced code."""
 
     size: int
 
@@ -54,7 +55,7 @@ class Ranks(Protocol):
 
 
 class Bound:
-    """Ranks along one or several axes that are bound."""
+    """RankGroup along one or several axes that are bound."""
 
     def __init__(self, axis: _axis.Axis = _axis.AXIS) -> None:
         self.size, self._axis = int(lax.axis_size(axis)), axis
@@ -69,9 +70,9 @@ class Bound:
 
 
 class Plain:
-    """Ranks of a backend along an axis that is not bound, as under plain `jax.jit`."""
+    """RankGroup of a backend along an axis that is not bound, as under plain `jax.jit`."""
 
-    def __init__(self, backend: Backend, axis: _axis.Axis = _axis.AXIS) -> None:
+    def __init__(self, backend: Ranks, axis: _axis.Axis = _axis.AXIS) -> None:
         groups = groups_along(backend.axes, _axis.names(axis))
         self._place = position(groups, backend.place.rank)[1]
         self.size, self._backend = len(groups[0]), backend
@@ -84,23 +85,23 @@ class Plain:
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out a collective on every array."""
         if self.size == 1:
-            return Single().run(call, xs)
-        return primitive.run(call._replace(groups=self._groups), xs, self._backend)
+            return Identity().run(call, xs)
+        return primitive.run(call._replace(groups=self._groups), xs, self._backend.transport)
 
 
-def along(axis: _axis.Axis, backend: Backend) -> Ranks:
+def along(axis: _axis.Axis, backend: Ranks) -> RankGroup:
     """Return the ranks along an axis that has passed `check_axis`."""
     return Bound(axis) if _axis.bound(axis) else Plain(backend, axis)
 
 
-def axis_size(axis: _axis.Axis, backend: Backend) -> int:
+def axis_size(axis: _axis.Axis, backend: Ranks) -> int:
     """Return the number of ranks along an axis that has passed `check_axis`."""
     if _jaxcompat.tracing() and _axis.bound(axis):
         return int(lax.axis_size(axis))
     return prod(backend.axes[name] for name in _axis.names(axis))
 
 
-def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
+def check_axis(function: str, axis: _axis.Axis, backend: Ranks) -> None:
     """Raise an error that names `function` unless an axis is a name of ranks, or a tuple of names.
 
     Raises:
@@ -127,12 +128,12 @@ def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
         )
 
 
-def move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax.Array]:
+def move(xs: Sequence[jax.Array], ranks: RankGroup, *, call: Collective) -> list[jax.Array]:
     """Carry out a collective that only moves arrays."""
     return ranks.run(call, xs)
 
 
-def join(xs: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:
+def join(xs: Sequence[jax.Array], ranks: RankGroup) -> list[jax.Array]:
     """Concatenate the ranks' arrays along their first axis: `lax.all_gather(tiled=True)`."""
     stacks = ranks.run(Collective("allgather"), xs)
     return [
@@ -146,7 +147,7 @@ def joined_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return (size * shape[0], *shape[1:])
 
 
-def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+def allreduce(xs: Sequence[jax.Array], ranks: RankGroup, *, op: str) -> list[jax.Array]:
     """Return y = op_r x_r on every rank."""
     if ranks.size == 1:
         return list(xs)
@@ -155,7 +156,7 @@ def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Arr
     return _divide(ranks.run(Collective("allreduce", op="sum"), _widen(xs, op)), xs, op, ranks)
 
 
-def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list[jax.Array]:
+def reduce(xs: Sequence[jax.Array], ranks: RankGroup, *, op: str, root: int) -> list[jax.Array]:
     """Return y = op_r x_r on root, and x elsewhere."""
     if ranks.size == 1:
         return list(xs)
@@ -165,7 +166,7 @@ def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list
     return [jnp.where(is_root, y, x) for x, y in zip(xs, allreduce(xs, ranks, op=op), strict=True)]
 
 
-def reduce_scatter(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+def reduce_scatter(xs: Sequence[jax.Array], ranks: RankGroup, *, op: str) -> list[jax.Array]:
     """Return y_q = op_r x_r[q], for `[size, ...]` arrays."""
     if op in ("max", "min", "prod"):
         return [x[ranks.index()] for x in allreduce(xs, ranks, op=op)]
@@ -193,7 +194,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def _divide(
-    sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: Ranks
+    sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: RankGroup
 ) -> list[jax.Array]:
     size = ranks.size
     if op == "mean" and size > 1:
@@ -202,14 +203,14 @@ def _divide(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _nonlinear(op: str, ranks: Ranks, xs: list[jax.Array]) -> list[jax.Array]:
+def _nonlinear(op: str, ranks: RankGroup, xs: list[jax.Array]) -> list[jax.Array]:
     """Return the maximum, minimum or product over the ranks."""
     return ranks.run(Collective("allreduce", op=op), xs)
 
 
 @_nonlinear.defjvp
 def _nonlinear_jvp(
-    op: str, ranks: Ranks, primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]]
+    op: str, ranks: RankGroup, primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array | np.ndarray]]:
     """Compute dy = Σ_r w_r dx_r.
 
@@ -237,7 +238,7 @@ def _nonlinear_jvp(
     return outs, tangents_out
 
 
-def _product_of_others(stack: jax.Array, ranks: Ranks) -> jax.Array:
+def _product_of_others(stack: jax.Array, ranks: RankGroup) -> jax.Array:
     """Return Π_{s≠rank} stack[s] for a `[size, ...]` stack; exact if factors are zero."""
     # int32 as `axis_index`, also under `jax_enable_x64`
     numbers = jnp.arange(ranks.size, dtype=jnp.int32)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 
 __all__ = ["halves", "is_count", "simulated", "total"]

@@ -106,15 +106,13 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
         for r in ranks:
             copies.append(treedef.unflatten([x[r] for x in stacks]))
         return copies
-    if backend.simulates:
+    if len(backend.ranks_here) == len(ranks):
         for r in ranks:
             copies.append(treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]))
         return copies
-    if len(ranks) == 1:
-        return [treedef.unflatten(leaves)]
     # They are sent as objects: lists of predictions may have other lengths on other ranks.
     agreed(FUNCTION)
-    mine = [np.asarray(backend.unwrap(x) if isinstance(x, jax.Array) else x) for x in leaves]
+    mine = [np.asarray(x) for x in backend.transport.arrays.local(leaves)]
     structures, values = zip(*backend.allgather_object((structure_of(treedef), mine)), strict=True)
     if len(set(structures)) > 1:
         others = outliers(structures)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call
@@ -109,7 +109,7 @@ def preempted() -> bool:
     return stops
 
 
-def agreed(function: str) -> Backend:
+def agreed(function: str) -> Ranks:
     """Return the backend once all ranks have called `function`, a text with its parameters.
 
     Raises:
@@ -122,7 +122,7 @@ def agreed(function: str) -> Backend:
     return backend
 
 
-def untraced(function: str) -> Backend:
+def untraced(function: str) -> Ranks:
     """Return the backend, or raise a RuntimeError in traced code.
 
     A function that communicates at once would do so while tracing, and never again.

@@ -8,8 +8,8 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.base import Backend
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.identity import identity, same, structure_of
@@ -77,22 +77,34 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
         session.check_root("synchronize", root)
     backend = agreed(f"synchronize root={root} strict={strict}")
     # simulated ranks stack the leaves that differ between them
-    paths, treedef = flatten_with_path(tree, is_leaf=_is_per_rank if backend.simulates else None)
+    is_leaf = backend.eager(alone=None, stacked=_is_per_rank, parallel=None)
+    paths, treedef = flatten_with_path(tree, is_leaf=is_leaf)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
     _agree_on_structure(backend, spec, structure_of(treedef), root)
     sent = [i for i, (path, _) in enumerate(paths) if not is_per_rank_leaf(path)]
-    if backend.simulates:
-        for i in sent:
-            leaves[i] = leaves[i][root] if isinstance(leaves[i], PerRank) else leaves[i]
-        return treedef.unflatten(leaves)
     some, spec = [leaves[i] for i in sent], [spec[i] for i in sent]
-    some = _send_numbers(backend, some, spec, root)
-    if strict:
-        _agree_on_others(backend, some, spec, root)
-    for i, leaf in zip(sent, _send_arrays(backend, some, spec, root), strict=True):
+    send = backend.eager(alone=_send, stacked=_pick, parallel=_send)
+    for i, leaf in zip(sent, send(backend, some, spec, root, strict), strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
+
+
+def _pick(
+    backend: Ranks, leaves: list[Any], spec: list[_Leaf], root: int, strict: bool
+) -> list[Any]:
+    """Return the root's values of leaves that simulated ranks have stacked."""
+    return [leaf[root] if isinstance(leaf, PerRank) else leaf for leaf in leaves]
+
+
+def _send(
+    backend: Ranks, leaves: list[Any], spec: list[_Leaf], root: int, strict: bool
+) -> list[Any]:
+    """Return the root's leaves; with `strict`, compare those that cannot be sent."""
+    leaves = _send_numbers(backend, leaves, spec, root)
+    if strict:
+        _agree_on_others(backend, leaves, spec, root)
+    return _send_arrays(backend, leaves, spec, root)
 
 
 def _is_per_rank(x: object) -> bool:
@@ -106,7 +118,7 @@ def _describe(path: KeyPath, leaf: object) -> _Leaf:
     return _Leaf(name, "number" if type(leaf) in NUMBERS else type(leaf).__qualname__)
 
 
-def _agree_on_structure(backend: Backend, spec: list[_Leaf], treedef: str, root: int) -> None:
+def _agree_on_structure(backend: Ranks, spec: list[_Leaf], treedef: str, root: int) -> None:
     """Compare hashes of the trees; raise on all ranks if a tree differs from that of root."""
     digest = hashlib.sha256(repr((spec, treedef)).encode()).hexdigest()
     if len(set(backend.allgather_object(digest))) == 1:
@@ -130,7 +142,7 @@ def _first_difference(
     return None if treedef == root_treedef else _Difference("", treedef, root_treedef)
 
 
-def _raise_first(backend: Backend, difference: _Difference | None, root: int) -> None:
+def _raise_first(backend: Ranks, difference: _Difference | None, root: int) -> None:
     """Raise the difference of the lowest rank that has one, on every rank."""
     for rank, its in enumerate(backend.allgather_object(difference)):
         if its is None:
@@ -157,7 +169,7 @@ def _raise_first(backend: Backend, difference: _Difference | None, root: int) ->
 
 
 def _send_numbers(
-    backend: Backend, leaves: list[object], spec: list[_Leaf], root: int
+    backend: Ranks, leaves: list[object], spec: list[_Leaf], root: int
 ) -> list[object]:
     numbers = [i for i, leaf in enumerate(spec) if leaf.kind == "number"]
     if not numbers:
@@ -169,7 +181,7 @@ def _send_numbers(
     return leaves
 
 
-def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], root: int) -> None:
+def _agree_on_others(backend: Ranks, leaves: list[object], spec: list[_Leaf], root: int) -> None:
     others = [i for i, leaf in enumerate(spec) if leaf.kind not in ("array", "number")]
     if not others:
         return
@@ -184,7 +196,7 @@ def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], 
     _raise_first(backend, difference, root)
 
 
-def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:
+def _send_arrays(backend: Ranks, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:
     leaves = list(leaves)
     # the gradients of integers hold no numbers, and stay as they are
     nothing = str(np.dtype(jax.dtypes.float0))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._collectives.objects import agreed, barrier
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import jit
@@ -81,14 +81,14 @@ class Throughput:
         """
         backend = agreed("Throughput.read")
         now_ns, exposed_ns = time.monotonic_ns(), _exposed_ns()
-        share = 0.0 if backend.place.size == 1 or backend.simulates else None
+        share = 0.0 if len(backend.ranks_here) == backend.place.size else None
         if exposed_ns is not None:
             share = min(1.0, (exposed_ns - self._exposed_ns) / max(1, now_ns - self._since_ns))
         ranks = backend.allgather_object((self._samples, (now_ns - self._since_ns) / 1e9, share))
         self._samples, self._since_ns, self._exposed_ns = 0, now_ns, exposed_ns or 0
         samples, seconds, shares = zip(*ranks, strict=True)
         size = session.size()
-        total = sum(samples) / max(seconds) * (size if backend.simulates else 1)
+        total = sum(samples) / max(seconds) * len(backend.ranks_here)
         if (directory := os.environ.get("JAXMPI_RUN_DIR")) and backend.place.rank == 0:
             run_dir.note_rate(directory, total)
         return Rate(total, total / size, None if None in shares else sum(shares) / len(shares))
@@ -100,7 +100,7 @@ def _exposed_ns() -> int | None:
     return watching.backend.exposed_ns() if watching is not None else None
 
 
-def measured_speed(backend: Backend) -> Speed | None:
+def measured_speed(backend: Ranks) -> Speed | None:
     """Return the speed of a mean over these ranks, measured once; None on one process.
 
     The mean runs in a loop of a compiled step and overwrites its input, as in training.
@@ -108,7 +108,7 @@ def measured_speed(backend: Backend) -> Speed | None:
     **Collective:** every rank calls it.
     """
     size = backend.place.size
-    if size == 1 or backend.simulates:
+    if len(backend.ranks_here) == size:
         return None
     if (known := session.speed()) is None:
         seconds = [_seconds_of_mean([(count // 4,)]) for count in PROBED_BYTES]

@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._backends.base import Backend, Collective
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._collectives import arrays, exact_counts
 from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._consistency.identity import without_addresses
@@ -65,18 +66,21 @@ class Operation(NamedTuple):
 def call_on_tree(operation: Operation, tree: PyTree) -> PyTree:
     """Apply a collective to a pytree, in whatever code it is called."""
     backend = session.current(operation.function)
-    one_rank = backend.place.size == 1 and not backend.simulates
-    if one_rank or _jaxcompat.tracing():
+    if _jaxcompat.tracing():
         return _traced(operation, tree)
-    if backend.simulates:
-        return _simulated(operation, tree, backend)
-    return _eager(operation, tree, backend)
+    apply = backend.eager(alone=_alone, stacked=_simulated, parallel=_eager)
+    return apply(operation, tree, backend)
 
 
-# eager calls on several ranks
+# eager calls
 
 
-def _eager(operation: Operation, tree: PyTree, backend: Backend) -> PyTree:
+def _alone(operation: Operation, tree: PyTree, backend: Ranks) -> PyTree:
+    """Carry out the call at once: on one rank nothing is sent."""
+    return _traced(operation, tree)
+
+
+def _eager(operation: Operation, tree: PyTree, backend: Ranks) -> PyTree:
     """Check the arguments, then run the program of the call."""
     # A rank that refuses its arguments must not leave the others waiting.
     with raising_on_all(backend, operation.function):
@@ -99,7 +103,7 @@ def _program_of(operation: Operation) -> Callable[[PyTree], PyTree]:
 
 def _with_exact_counts(
     operation: Operation,
-    backend: Backend,
+    backend: Ranks,
     paths: Paths,
     leaves: list[jax.Array],
     counts: list[int],
@@ -144,7 +148,7 @@ def _with_exact_counts(
 # eager calls under `simulate`
 
 
-def _simulated(operation: Operation, tree: PyTree, backend: Backend) -> PyTree:
+def _simulated(operation: Operation, tree: PyTree, backend: Ranks) -> PyTree:
     """Check the arguments, then run the program of the call, on all simulated ranks."""
     function = operation.function
     with raising_on_all(backend, function):
@@ -232,7 +236,7 @@ def _out_shape(operation: Operation, shape: tuple[int, ...], size: int) -> tuple
 # checks of arguments
 
 
-def _check_parameters(operation: Operation, backend: Backend) -> None:
+def _check_parameters(operation: Operation, backend: Ranks) -> None:
     """Raise an error that names the function for a wrong axis, root or op."""
     arrays.check_axis(operation.function, operation.axis, backend)
     if operation.root is not None:
@@ -246,7 +250,7 @@ def _check_parameters(operation: Operation, backend: Backend) -> None:
 
 
 def _checked_leaves(
-    operation: Operation, tree: PyTree, backend: Backend
+    operation: Operation, tree: PyTree, backend: Ranks
 ) -> tuple[Paths, PyTreeDef, list[jax.Array]]:
     """Return the paths, the structure and the leaves as arrays; refuse a wrong leaf by name."""
     function = operation.function
@@ -282,15 +286,24 @@ def _refuse_shard(operation: Operation, path: KeyPath) -> None:
         )
 
 
-def refuse_stray(function: str, tree: PyTree, backend: Backend) -> None:
+def refuse_stray(function: str, tree: PyTree, backend: Ranks) -> None:
     """Raise a TypeError for a `PerRank` in traced code, or where ranks are not simulated."""
     if not any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
         return
-    if not backend.simulates:
-        raise TypeError(
-            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with "
-            "jaxmpi.simulate(n)`. Pass this rank's own array."
-        )
+    refuse = backend.eager(
+        alone=_refuse_simulated, stacked=_refuse_traced, parallel=_refuse_simulated
+    )
+    refuse(function)
+
+
+def _refuse_simulated(function: str) -> None:
+    raise TypeError(
+        f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with "
+        "jaxmpi.simulate(n)`. Pass this rank's own array."
+    )
+
+
+def _refuse_traced(function: str) -> None:
     if _jaxcompat.tracing():
         raise TypeError(
             f"{function}: a PerRank stands inside of a traced function. Make it an argument of the "

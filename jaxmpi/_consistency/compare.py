@@ -11,16 +11,14 @@ first.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
+from typing import NamedTuple, NoReturn, Protocol
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import ArrayType, Backend, Message, ProcessGroup
-from jaxmpi._backends.process_group import MpiProcessGroup
+from jaxmpi._backends.base import ArrayType, Message
+from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._consistency.mismatch import Call, Details, Report, mismatch_of
 from jaxmpi._errors import RankMismatchError
-
-if TYPE_CHECKING:
-    from jaxmpi._backends.native import Native
+from jaxmpi._job.process.communicating_thread import ForkedError
 
 __all__ = [
     "check_consistent",
@@ -38,7 +36,7 @@ __all__ = [
 ]
 
 
-def check_consistent(backend: Backend, call: Call, details: Callable[[], Details] = dict) -> None:
+def check_consistent(backend: Ranks, call: Call, details: Callable[[], Details] = dict) -> None:
     """Return if all ranks are about to make the same call; otherwise raise on all of them.
 
     **Communication:** 16 bytes.
@@ -53,28 +51,28 @@ def check_consistent(backend: Backend, call: Call, details: Callable[[], Details
     """
     smallest, largest = backend.extremes(*call)
     if smallest != largest:
-        raise _mismatch(cast(ProcessGroup, backend), call, details())
+        raise _mismatch(backend, call, details())
 
 
-def raise_on_all(backend: Backend, function: str, error: Exception) -> NoReturn:
+def raise_on_all(backend: Ranks, function: str, error: Exception) -> NoReturn:
     """Raise the error of this rank's arguments; the other ranks raise a RankMismatchError.
 
     Otherwise they would wait for this rank in a collective that it never calls. Their error has the
     text of this one.
     """
-    if backend.place.size > 1 and not backend.simulates:
-        text = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RankMismatchError):  # which is for the others
-            check_consistent(
-                backend,
-                Call.of(function, f"{function} {text}"),
-                lambda: {"sent": [f"nothing: {text}"]},
-            )
+    text = f"{type(error).__name__}: {error}"
+    # The mismatch is for the others. A forked child cannot tell them, and raises its own error.
+    with contextlib.suppress(RankMismatchError, ForkedError):
+        check_consistent(
+            backend,
+            Call.of(function, f"{function} {text}"),
+            lambda: {"sent": [f"nothing: {text}"]},
+        )
     raise error
 
 
 @contextlib.contextmanager
-def raising_on_all(backend: Backend, function: str) -> Iterator[None]:
+def raising_on_all(backend: Ranks, function: str) -> Iterator[None]:
     """Check the arguments of a collective in a `with` block, before anything is sent.
 
     A rank that refuses its arguments must not continue alone: if it catches the error, its next
@@ -90,13 +88,11 @@ def raising_on_all(backend: Backend, function: str) -> Iterator[None]:
     except RuntimeError:  # of the ranks or of XLA: this rank has taken part
         raise
     except Exception as error:
-        if backend.forked:
-            raise
         raise_on_all(backend, function, error)
 
 
 def gather_reports(
-    backend: ProcessGroup,
+    backend: Ranks,
     call: Call,
     details: Details,
     message: str = "",
@@ -121,7 +117,7 @@ def gather_reports(
     return backend.gather_details(Report(call, details, message), ranks)
 
 
-def uneven_shard(backend: ProcessGroup | MpiProcessGroup) -> str:
+def uneven_shard(backend: Ranks) -> str:
     """Return a hint for ranks that make different calls: a `shard` with uneven lengths; or ""."""
     if not backend.registry.uneven_shard:
         return ""
@@ -132,7 +128,7 @@ def uneven_shard(backend: ProcessGroup | MpiProcessGroup) -> str:
 
 
 def _mismatch(
-    backend: ProcessGroup,
+    backend: Ranks,
     call: Call,
     details: Details,
     message: str = "",
@@ -175,21 +171,18 @@ class Registered(NamedTuple):
 
 
 def register_program(
-    backend: ProcessGroup, call: Call, sent: Sent, details: Callable[[], Details]
+    backend: Ranks, call: Call, sent: Sent, details: Callable[[], Details]
 ) -> None:
     """Keep what a program sends, for errors and for those who watch the ranks."""
     backend.registry.programs[call.fingerprint] = Registered(call, sent, details)
 
 
-def set_mismatch_handler(backend: ProcessGroup) -> None:
-    """Make a transport that compares messages call `_explain` if they differ."""
-    if backend.compares_inline:
-        cast("Native", backend).set_mismatch_handler(partial(_explain, backend))
+def set_mismatch_handler(backend: Ranks) -> None:
+    """Have `_explain` write the error where messages of a program differ between the ranks."""
+    backend.explain_mismatches(partial(_explain, backend))
 
 
-def _explain(
-    backend: ProcessGroup, fingerprint: int, message: str | Message, ranks: Sequence[int]
-) -> str:
+def _explain(backend: Ranks, fingerprint: int, message: str | Message, ranks: Sequence[int]) -> str:
     """Return the text of the error for messages that differ, and keep it for `raise_mismatch`."""
     message = str(message)
     program = backend.registry.programs.get(fingerprint)
@@ -199,7 +192,7 @@ def _explain(
     return f"RankMismatchError: {error}"
 
 
-def raise_mismatch(backend: ProcessGroup, error: Exception) -> None:
+def raise_mismatch(backend: Ranks, error: Exception) -> None:
     """Raise the RankMismatchError behind the JaxRuntimeError of a program, if there is one.
 
     XLA carries only the text of an error, so the error itself was kept.
@@ -209,12 +202,12 @@ def raise_mismatch(backend: ProcessGroup, error: Exception) -> None:
         raise found.pop() from None
 
 
-def has_run(backend: ProcessGroup, fingerprint: int) -> bool:
+def has_run(backend: Ranks, fingerprint: int) -> bool:
     """Return whether the ranks have run a program, which they do together."""
     return fingerprint in backend.registry.run
 
 
-def note_run(backend: ProcessGroup, fingerprint: int) -> None:
+def note_run(backend: Ranks, fingerprint: int) -> None:
     """Note that the ranks have agreed on a program."""
     backend.registry.run.add(fingerprint)
 
@@ -222,9 +215,7 @@ def note_run(backend: ProcessGroup, fingerprint: int) -> None:
 # fingerprints in words, for those who watch the ranks
 
 
-def describe(
-    backend: ProcessGroup | MpiProcessGroup, fingerprint: int, *, lately: bool = False
-) -> str:
+def describe(backend: Processes, fingerprint: int, *, lately: bool = False) -> str:
     """Return the message or program with a fingerprint in words; `lately` is as in `Sent`."""
     program, what = backend.described(fingerprint)
     if not is_program(backend, fingerprint):
@@ -249,6 +240,6 @@ def _carries(collective: SentArrays, message: Message) -> bool:
     return collective.name == message.title and first == message.arrays[: len(first)]
 
 
-def is_program(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> bool:
+def is_program(backend: Processes, fingerprint: int) -> bool:
     """Return whether a fingerprint is that of a program, or of one of its messages."""
     return backend.described(fingerprint)[0] in backend.registry.programs

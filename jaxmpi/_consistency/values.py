@@ -10,7 +10,7 @@ difference later.
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +18,10 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, names
-from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
+from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.groups import groups_along
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._consistency.compare import gather_reports
 from jaxmpi._consistency.mismatch import Call, Details, in_words, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
@@ -51,7 +52,7 @@ def wanted() -> bool:
 
 
 def compare(
-    backend: Backend,
+    backend: Ranks,
     title: str,
     names: Sequence[str],
     leaves: Sequence[ArrayLike],
@@ -108,7 +109,7 @@ class _Sum(NamedTuple):
         return f"leaf {self.name}: {self.dtype}{list(self.shape)}"
 
 
-def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLeaf]) -> None:
+def check_equal_leaves(backend: Ranks, function: str, leaves: Sequence[EqualLeaf]) -> None:
     """Raise a RankMismatchError on all ranks unless every leaf is equal within its groups.
 
     It names the leaf and the ranks. In traced code there are no values to compare, and nothing
@@ -121,7 +122,7 @@ def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLe
         return
     if any(isinstance(leaf.value, jax.core.Tracer) for leaf in leaves):
         return
-    if backend.simulates:
+    if len(backend.ranks_here) == backend.place.size:
         each = [[_sum(leaf, rank) for leaf in leaves] for rank in range(backend.place.size)]
         _refuse_difference(backend, function, leaves, each)
         return
@@ -134,7 +135,7 @@ def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLe
     # All ranks get here; those that have called something else report that.
     lines, checksums = [str(one) for one in mine], [one.checksum for one in mine]
     details: Details = {"given": lines, "checksums": checksums}
-    reports = gather_reports(cast(ProcessGroup, backend), call, details)
+    reports = gather_reports(backend, call, details)
     calls = set()
     for report in reports:
         if "checksums" not in report.details:
@@ -157,7 +158,7 @@ def _sum(leaf: EqualLeaf, rank: int) -> _Sum:
 
 
 def _refuse_difference(
-    backend: Backend, function: str, leaves: Sequence[EqualLeaf], each: Sequence[Sequence[_Sum]]
+    backend: Ranks, function: str, leaves: Sequence[EqualLeaf], each: Sequence[Sequence[_Sum]]
 ) -> None:
     """Raise for the first leaf that differs within a group along its axis."""
     for i, leaf in enumerate(leaves):

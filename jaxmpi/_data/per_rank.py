@@ -16,7 +16,7 @@ import numpy as np
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
 
-__all__ = ["Layout", "Loader", "PerRankBatches", "Ranks"]
+__all__ = ["Exchange", "Layout", "Loader", "PerRankBatches"]
 
 
 class Loader(Protocol):
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     names: PyTree  # of the arrays, in the structure of the batch
 
 
-class Ranks(NamedTuple):
+class Exchange(NamedTuple):
     """Questions that the ranks ask each other."""
 
     # raises unless the arguments are equal on all ranks
@@ -54,7 +54,7 @@ class PerRankBatches(Iterator[PyTree]):
     """Batches of one rank up to the common end: the result of `per_rank_batches`."""
 
     def __init__(
-        self, loader: Any, reading: Loader, remainder: Literal["drop", "mask"], ranks: Ranks
+        self, loader: Any, reading: Loader, remainder: Literal["drop", "mask"], ranks: Exchange
     ) -> None:
         self._loader = loader  # keeps the thread
         self._reading, self._remainder, self._ranks = reading, remainder, ranks

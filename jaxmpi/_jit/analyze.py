@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
 from jaxmpi._leaves import leaf_name, output_name
@@ -64,7 +64,7 @@ def analyze(
     ins: Sequence[KeyPath],
     replicated: Sequence[bool],
     tree: PyTreeDef,
-    backend: Backend,
+    backend: Ranks,
     *,
     hide: bool,
 ) -> Analysis:
@@ -92,21 +92,22 @@ def analyze(
         replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
         varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
-    looks = function.calls is None and not backend.simulates
+    # the ranks of other processes may get other values; simulated ones are stacked
+    looks = function.calls is None and len(backend.ranks_here) < backend.place.size
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
-    constants = [*captured, *constants_of(jaxpr)]
+    constants, target = [*captured, *constants_of(jaxpr)], backend.transport.target()
     if hide:
-        jaxpr = fold(jaxpr, backend.place.size, fuses_mean=backend.fuses_mean)
+        jaxpr = fold(jaxpr, backend.place.size, fuses_mean=target.divides)
     entries = [
         entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),))
         for entry in summary(
             jaxpr,
             backend.place.size,
-            combine=backend.combines,
-            overlap=backend.overlap if hide else None,
+            combine=target.combine,
+            overlap=target.overlap if hide else None,
         )
     ]
-    if entries and backend.same_module and not outside:
+    if entries and backend.transport.shared_module(jaxpr) is not None and not outside:
         outside = [*map(_from_outside, constants)]
     control = [
         *control_equations(jaxpr, _declared(function, tree) if entries else ()),
@@ -141,7 +142,7 @@ def _varying_outputs(
     captured: Sequence[ArrayLike],
     replicated: Sequence[bool],
     tree: PyTreeDef,
-    backend: Backend,
+    backend: Ranks,
 ) -> tuple[list[bool], list[str]]:
     """Return which outputs may differ, and descriptions of arrays from outside that must be equal.
 

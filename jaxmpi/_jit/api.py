@@ -115,8 +115,7 @@ def local(tree: PyTree) -> PyTree:
     Returns:
       The same pytree, of arrays on this rank's device.
     """
-    backend = session.current("local")
-    return jax.tree.map(backend.unwrap, tree) if backend.global_arrays else tree
+    return session.current("local").transport.arrays.local(tree)
 
 
 def eager(
@@ -157,8 +156,9 @@ def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callab
 
     def call(*args: PyTree) -> T:
         backend = session.current(name)
-        outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
-        return step(*args) if outside else fun(*args)
+        if _jaxcompat.tracing():
+            return fun(*args)
+        return backend.eager(alone=fun, stacked=step, parallel=step)(*args)
 
     return call
 

@@ -7,7 +7,7 @@ import jax
 from jax.tree_util import KeyPath, PyTreeDef
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._per_rank_state import flatten_with_path
@@ -34,18 +34,18 @@ def wrapped(
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
     leaves: list[Leaf],
-    backend: Backend,
+    backend: Ranks,
 ) -> list[Leaf]:
     """Return the arrays of a call as programs of `backend` take them; what it cannot take is refused by name."""
     try:
-        return backend.wrap(leaves)
+        return backend.transport.arrays.wrap(leaves)
     except (TypeError, ValueError):
         check_arguments(function, args, kwargs)
         raise
 
 
 def checked(
-    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Ranks
 ) -> Arrays:
     """Return `kinds` of the arguments, after checking that `backend` can take them.
 
@@ -55,11 +55,15 @@ def checked(
       ValueError: `replicated_argnums` names a position that is not there.
     """
     arrays = kinds(function, args, kwargs)
-    if not backend.simulates:
-        _refuse_per_rank(function, arrays[0])
+    check = backend.eager(alone=_refuse_per_rank, stacked=_allow, parallel=_refuse_per_rank)
+    check(function, arrays[0])
     what = f"the positional arguments of {function.title} are"
     positions(function.api, "replicated_argnums", function.replicated.nums, max(len(args), 1), what)
     return arrays
+
+
+def _allow(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    """Return: simulated ranks may have values of their own."""
 
 
 def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:

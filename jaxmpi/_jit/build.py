@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.tree_util import PyTreeDef
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.analyze import Analysis, analyze, paths_of
 from jaxmpi._jit.arguments import argument_name, checked
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
@@ -16,7 +16,7 @@ from jaxmpi._jit.program import Program
 from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._leaves import PyTree, output_name
 from jaxmpi._lowering import lower
-from jaxmpi._lowering.refuse import refuse_ordered_effects, refuse_references
+from jaxmpi._lowering.refuse import Refusals
 from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import prepared, trace
 from jaxmpi._per_rank_state import is_per_rank_leaf
@@ -63,7 +63,7 @@ def build_program(
     function: Function,
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
-    backend: Backend,
+    backend: Ranks,
     *,
     hide: bool,
     traced: tuple[ClosedJaxpr, PyTreeDef] | None = None,
@@ -90,10 +90,7 @@ def build_program(
     ]
     found = Analysis(jaxpr, replicated, [False] * len(outs), [], [])
     if size > 1:
-        if not backend.takes_references:
-            refuse_references(jaxpr, backend.name)
-        if backend.global_arrays:
-            refuse_ordered_effects(jaxpr, backend.name)
+        backend.transport.check(Refusals(jaxpr, backend.name))
         with collection_paused():
             found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
         replicated = [*found.replicated]
@@ -127,7 +124,7 @@ def build_program(
         tree=tree,
         entries=entries,
         signature=signature,
-        same_module=found.jaxpr if backend.same_module else None,
+        same_module=backend.transport.shared_module(found.jaxpr) if size > 1 else None,
         arguments=arguments,
         donated=[function.donated.hold(path) for path in ins],
         outputs=[output_name(path) for path in outs],

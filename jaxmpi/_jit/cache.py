@@ -6,7 +6,7 @@ from typing import TypeAlias
 import jax
 from jax.tree_util import PyTreeDef
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.arguments import wrapped
 from jaxmpi._jit.build import build_program
 from jaxmpi._jit.function import Function, Leaf
@@ -26,7 +26,7 @@ class Programs:
     def __init__(
         self,
         function: Function,
-        backend: Backend,
+        backend: Ranks,
         options: Mapping[str, object],
         announce: Callable[[Program], None],
     ) -> None:
@@ -45,7 +45,7 @@ class Programs:
         program, run, structure, key = self._all[0]
         try:  # quicker than to flatten anything
             given = structure.flatten_up_to(self._function.dynamic(args, kwargs))
-            leaves = self._backend.wrap(given)
+            leaves = self._backend.transport.arrays.wrap(given)
         except (ValueError, TypeError, AttributeError):
             return None
         if key != self._function.key(leaves, args, kwargs):

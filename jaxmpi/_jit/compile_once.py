@@ -21,7 +21,7 @@ import jax
 from jax.stages import Lowered
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import ProcessGroup, long_operation
+from jaxmpi._backends.interface import Processes, long_operation
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.compiled_files import made_once
@@ -44,7 +44,7 @@ def shares() -> bool:
     return settings.get("JAXMPI_COMPILE") == "once" and jax.default_backend() == "cpu"
 
 
-def compile_once(backend: ProcessGroup, title: str, lower: Callable[[], Lowered]) -> None:
+def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -> None:
     """Compile a program that the ranks have agreed on, so that JAX compiles nothing at its call.
 
     **Collective:** every rank calls it.
@@ -86,7 +86,7 @@ def compile_once(backend: ProcessGroup, title: str, lower: Callable[[], Lowered]
         raise failure
 
 
-def compile_alone(backend: ProcessGroup, title: str, lowered: Lowered) -> None:
+def compile_alone(backend: Processes, title: str, lowered: Lowered) -> None:
     """Compile a program that other ranks may not come to, or take it from one of this host that has come to it before."""
     digest = _jaxcompat.module_digest(lowered)
     if not digest or jax.config.jax_disable_jit:
@@ -142,7 +142,7 @@ def _picklable(error: Exception) -> Exception:
         return jax.errors.JaxRuntimeError(str(error))
 
 
-def _report_kinds(backend: ProcessGroup, kinds: Sequence[Mapping[str, str]]) -> None:
+def _report_kinds(backend: Processes, kinds: Sequence[Mapping[str, str]]) -> None:
     """Say once, on the first rank that is of another kind than rank 0, why it compiles for itself."""
     other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
     if other is None or backend.registry.kinds_reported:

@@ -7,7 +7,7 @@ from threading import get_ident
 
 import jax
 
-from jaxmpi._backends.base import ProcessGroup
+from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency import compare, values
 from jaxmpi._jit import first_call
 from jaxmpi._jit.arguments import check_arguments
@@ -28,9 +28,10 @@ class Executor(ABC):
 
     def __init__(
         self,
+        backend: Processes,
+        *,
         function: Function,
         options: Mapping[str, object],
-        backend: ProcessGroup,
         jitted: Jitted,
     ) -> None:
         self._function, self._backend, self._jitted = function, backend, jitted

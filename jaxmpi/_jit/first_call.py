@@ -9,7 +9,7 @@ at different times, or one alone.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from jaxmpi._backends.base import ProcessGroup
+from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import check_consistent, has_run, note_run
 from jaxmpi._consistency.mismatch import outliers, ranks_have
@@ -24,7 +24,7 @@ __all__ = ["compare"]
 Sums = Mapping[str, int]  # checksums of inputs by their names, those from outside first
 
 
-def compare(backend: ProcessGroup, program: Program, leaves: Sequence[Leaf]) -> None:
+def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
     """Compare the arguments of the first call of a program.
 
     Args:

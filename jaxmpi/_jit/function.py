@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._consistency.eager_calls import EagerCalls
 from jaxmpi._leaves import PyTree
 

@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Backend, ProcessGroup
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency import compare
 from jaxmpi._jit.arguments import checked
 from jaxmpi._jit.build import build_program, watched
@@ -33,6 +32,10 @@ class NewProgramError(Exception):
         self.program = program
 
 
+def _none(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+    """Return None: the program of several ranks is never what `jax.jit` traces."""
+
+
 class Jitted:
     """A function with these options of `jax.jit`, on one backend.
 
@@ -47,9 +50,9 @@ class Jitted:
       traced: that of the last trace of `with_end`.
     """
 
-    def __init__(self, function: Function, options: dict[str, object], backend: Backend) -> None:
+    def __init__(self, function: Function, options: dict[str, object], backend: Ranks) -> None:
         self._function, self._backend = function, backend
-        self._alone = backend.place.size == 1 or backend.simulates
+        self._alone = len(backend.ranks_here) == backend.place.size
         self.shares = not self._alone and shares()
         self.ready: Program | None = None
         self.traced: Program | None = None
@@ -76,14 +79,15 @@ class Jitted:
 
         Otherwise `build` takes what was traced.
         """
+        trace = self._backend.eager(alone=self._trace_alone, stacked=_none, parallel=_none)
+        return trace(args, kwargs)
+
+    def _trace_alone(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> jax.stages.Traced | None:
         function, backend = self._function, self._backend
         axes = _jaxcompat.binding_axes(backend.axes)
-        if (
-            backend.place.size > 1
-            or backend.simulates
-            or axes is None
-            or settings.get("JAXMPI_EXPLAIN")
-        ):
+        if axes is None or settings.get("JAXMPI_EXPLAIN"):
             return None
         checked(function, args, kwargs, backend)
         with axes:
@@ -103,12 +107,11 @@ class Jitted:
             return
         program.announced = show
         if program.statement and not self._alone:
-            details = program.signature.details if self._backend.compares_inline else dict
             compare.register_program(
-                cast(ProcessGroup, self._backend),
+                self._backend,
                 program.statement,
                 program.signature.sent,
-                details,
+                program.signature.details,
             )
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))

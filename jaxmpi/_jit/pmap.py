@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.api import describe, local
 from jaxmpi._jit.arguments import argument_name
 from jaxmpi._jit.function import title_of
@@ -180,7 +180,7 @@ def _check(
     devices: Sequence[jax.Device] | None,
     platform: str | None,
     axis_size: int | None,
-    ranks: Backend,
+    ranks: Ranks,
 ) -> None:
     """Raise a ValueError where a pmap asks for another axis than that of the ranks."""
     size, here = ranks.place.size, jax.local_devices()[0]

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import cast
 
 import jax
 
 from jaxmpi import _axis, _jaxcompat
-from jaxmpi._backends.base import Backend, ProcessGroup
-from jaxmpi._jit.arguments import wrapped
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._jit.arguments import check_arguments
 from jaxmpi._jit.compares_before import ComparesBefore
 from jaxmpi._jit.compares_inline import ComparesInline
 from jaxmpi._jit.executor import Executor
@@ -28,7 +27,7 @@ class Step:
 
     def __init__(self, function: Function, options: dict[str, object]) -> None:
         self._function, self._options = function, options
-        self._backend: Backend | None = None
+        self._backend: Ranks | None = None
         self._executor: Executor | None = None  # of several ranks
         # not its attributes, which may be another Step's
         update_wrapper(self, function.fun, updated=())
@@ -84,16 +83,12 @@ class Step:
         backend = session.current("jaxmpi.jit")
         if backend is self._backend:
             return
-        if backend.forked:
-            cast(ProcessGroup, backend).turn.take()  # raises
+        backend.check_process()
         self.clear_cache()  # where what follows raises, the next call raises, too
         self._jitted = Jitted(self._function, self._options, backend)
         self._plain = self._jitted.plain
-        if backend.place.size > 1 and not backend.simulates:
-            kind = ComparesInline if backend.compares_inline else ComparesBefore
-            self._executor = kind(
-                self._function, self._options, cast(ProcessGroup, backend), self._jitted
-            )
+        make = partial(partial, function=self._function, options=self._options, jitted=self._jitted)
+        self._executor = backend.executor(inline=make(ComparesInline), before=make(ComparesBefore))
         self._backend = backend  # at last: another thread may be calling
 
     def _inside(self) -> Callable[..., PyTree]:
@@ -104,12 +99,9 @@ class Step:
         assert backend is not None
         if backend.place.size == 1:
             return self._plain
-        if backend.nests:  # other programs may stand beside this one: the effect keeps the order
-            return self._jitted.nested
-        raise RuntimeError(
-            f"{self._function.api}: {self._function.title} was called inside of jax.jit, jax.grad "
-            f"or another transformation, which the {backend.name} backend does not support. Put "
-            f"the transformation inside of the {self._function.api}."
+        # other programs may stand beside this one: its effect keeps the order, where it has one
+        return backend.transport.nested(
+            self._jitted.nested, self._function.api, self._function.title
         )
 
     def _run_compiled(
@@ -129,8 +121,10 @@ class Step:
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         backend = self._backend
         assert backend is not None
-        if not backend.global_arrays or backend.place.size == 1:
-            return args, kwargs
-        leaves, treedef = jax.tree.flatten(self._function.dynamic(args, kwargs))
-        taken = wrapped(self._function, args, kwargs, leaves, backend)
-        return self._function.with_arrays(treedef.unflatten(taken), args, kwargs)
+        given = self._function.dynamic(args, kwargs)
+        try:
+            taken = backend.transport.arrays.wrap_tree(given)
+        except (TypeError, ValueError):
+            check_arguments(self._function, args, kwargs)  # names what it cannot take
+            raise
+        return (args, kwargs) if taken is given else self._function.with_arrays(taken, args, kwargs)

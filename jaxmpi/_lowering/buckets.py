@@ -89,7 +89,7 @@ def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messa
     carried = [
         g
         for g in level.groups
-        if overlap and overlap.carries(g.call) and number_of(g, jaxpr) is None
+        if overlap and overlap.can_start(g.call) and number_of(g, jaxpr) is None
     ]
     if overlap is None or not carried:
         return Messages([], -1, level.groups, [], [])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.within_groups import of_all
 from jaxmpi._lowering.summary import Entry
 
@@ -39,24 +39,24 @@ class Speed(NamedTuple):
         return cost.messages * one + max(0, cost.arrays - cost.messages) * self.array_seconds
 
 
-def cost(entry: Entry, backend: Backend) -> Cost:
+def cost(entry: Entry, backend: Ranks) -> Cost:
     """Return the cost of an entry on the ranks of `backend`."""
     call, arrays = entry.call, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
-    if not backend.connects(call):
+    if not backend.transport.connects(call):
         call, arrays = of_all(call, arrays, backend.place.size)
     size = call.count(backend.place.size)
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(
         call.kind, (size - 1) / size
     )
     # mpi packs, splits and widens as its transport needs
-    sent = backend.messages(call, arrays)
+    sent = backend.transport.messages(call, arrays)
     return Cost(max(len(sent), entry.started), share * sum(sent), len(arrays))
 
 
 def table(
     title: str,
     entries: Sequence[Entry],
-    backend: Backend,
+    backend: Ranks,
     seconds: Callable[[Cost], float] | None = None,
 ) -> str:
     """Return the entries and their costs as lines of text.

@@ -10,52 +10,49 @@
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import on_axis, packing, primitive
-from jaxmpi._backends.base import Backend, Collective
-from jaxmpi._backends.simulate import PerRank
-from jaxmpi._backends.single import Single
-from jaxmpi._backends.within_groups import through_all
+from jaxmpi._backends.base import Collective, Target
+from jaxmpi._backends.interface import Lowering, Ranks, Transport
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._lowering.classify import has_collective
 from jaxmpi._lowering.replication import may_vary
-from jaxmpi._lowering.rewrite import Target, rewrite
+from jaxmpi._lowering.rewrite import rewrite
 from jaxmpi._lowering.summary import Entry
 from jaxmpi._lowering.trace import make_jaxpr
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
-    from jaxmpi._backends.xla import Xla
-
 __all__ = ["build"]
 
 Flat = Callable[..., list[ArrayLike]]  # of arrays, to arrays
 Finish = Callable[[list[ArrayLike]], list[ArrayLike | PerRank]]
+Lowered: TypeAlias = tuple[Flat, Finish]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def build(
     jaxpr: ClosedJaxpr,
-    backend: Backend,
+    backend: Ranks,
     stacked: Sequence[bool],
     entries: Sequence[Entry],
     fingerprint: int,
     *,
     hide: bool,
-) -> tuple[Flat, Finish]:
+) -> Lowered:
     """Make a traced program one of `backend`.
 
     Args:
@@ -71,123 +68,122 @@ def build(
     Returns:
       The program, and what is done to its outputs.
     """
-    if backend.simulates:
-        differ = may_vary(jaxpr, stacked)
-        return _simulated(jaxpr, backend, stacked), partial(
-            _marked, [own and backend.place.size > 1 for own in differ]
+    return backend.lower(_Ways(jaxpr, stacked, entries, fingerprint, hide))
+
+
+class _Ways(Lowering[Lowered]):
+    """The ways to make one traced program one of a transport; the fields are those of `build`."""
+
+    def __init__(
+        self,
+        jaxpr: ClosedJaxpr,
+        stacked: Sequence[bool],
+        entries: Sequence[Entry],
+        fingerprint: int,
+        hide: bool,
+    ) -> None:
+        self._jaxpr, self._stacked, self._entries = jaxpr, stacked, entries
+        self._fingerprint, self._hide = fingerprint, hide
+
+    def as_it_is(self, target: Target) -> Lowered:
+        """Return the program of one rank, whose collectives are `target.run`."""
+        return _jaxcompat.as_function(self._rewritten(target)), list
+
+    def stacked(self, target: Target) -> Lowered:
+        """Return a `vmap` over stacked arrays, whose outputs are stacked where they may differ."""
+        differ = may_vary(self._jaxpr, self._stacked)
+        program = _jaxcompat.as_function(rewrite(self._jaxpr, target))
+        axes = tuple(0 if own else None for own in self._stacked)
+        mapped = jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=target.size)
+        return mapped, partial(_marked, [own and target.size > 1 for own in differ])
+
+    def on_mesh(self, target: Target, mesh: Mesh) -> Lowered:
+        """Return a `shard_map` of the program; one without a collective runs on each device."""
+        program = _jaxcompat.as_function(self._rewritten(target))
+        if not has_collective(self._jaxpr):
+            return program, list
+        spec = PartitionSpec()
+        mapped = jax.shard_map(
+            lambda *xs: program(*xs), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
-    if not has_collective(jaxpr):
-        return _jaxcompat.as_function(jaxpr), list
-    if backend.place.size == 1:
-        single = Single()
-        return _jaxcompat.as_function(rewrite(jaxpr, Target(1, single.run, single.index))), list
-    if backend.global_arrays:
-        return _on_mesh(jaxpr, cast("Xla", backend)), list
-    return _on_mpi(jaxpr, backend, entries, fingerprint, hide), list
+        return mapped, list
+
+    def in_order(self, target: Target, transport: Transport) -> Lowered:
+        """Return the program with its messages in order, behind a comparison if it needs one."""
+        if not has_collective(self._jaxpr):
+            return _jaxcompat.as_function(self._jaxpr), list
+        program = rewrite(self._jaxpr, self._numbered(target))
+        if compare := self._comparison(transport):
+            program = _behind(program, compare, target.size)
+        return self._with_effects(program, transport.effects), list
+
+    def _rewritten(self, target: Target) -> ClosedJaxpr:
+        """Return the program with the collectives of `target`, if it has any."""
+        return rewrite(self._jaxpr, target) if has_collective(self._jaxpr) else self._jaxpr
+
+    def _numbered(self, target: Target) -> Target:
+        """Return operations whose messages know their program, and their index in it."""
+        places = itertools.count(1)
+
+        def known(
+            f: Callable[Concatenate[Collective, P], T],
+        ) -> Callable[Concatenate[Collective, P], T]:
+            def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
+                place = next(places)
+                return f(call._replace(fingerprint=self._fingerprint, place=place), *rest, **named)
+
+            return sent
+
+        # what is differentiated yet cannot be started: a start has no derivative
+        overlap = target.overlap if self._hide else None
+        if overlap is not None:
+            start, send_ahead, take = overlap.start, overlap.send_ahead, overlap.take
+            overlap = overlap._replace(
+                start=known(start),
+                send_ahead=send_ahead and known(send_ahead),
+                take=take and known(take),
+            )
+        return target._replace(run=known(target.run), overlap=overlap)
+
+    def _comparison(self, transport: Transport) -> Callable[[], None] | None:
+        """Return what must compare the program at its start; None where nothing must."""
+        if not self._fingerprint:
+            return None
+        calls = [entry.call for entry in self._entries]
+        first = calls[0] if self._entries and self._entries[0].times else None
+        return transport.compare(self._fingerprint, first, calls)
+
+    def _with_effects(self, program: ClosedJaxpr, of_transport: frozenset[Hashable]) -> Flat:
+        """Return the program as a function, with the effects of its messages inside if they may."""
+        effects = set(_jaxcompat.parts(program)[0].effects)
+        # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a
+        # program from being dropped.
+        others = effects - set(of_transport) or not _jaxcompat.parts(program)[0].outvars
+        if not self._hide or not effects or others:
+            return _jaxcompat.as_function(program)
+        if not _jaxcompat.can_hide_effects():
+            warnings.warn(
+                f"This jaxmpi was not tested with jax {jax.__version__}: results are right, but "
+                "calls of programs are dispatched more slowly. Update jaxmpi, or use one of jax "
+                f"{', '.join(_jaxcompat.TESTED)}.",
+                stacklevel=2,
+            )
+            return _jaxcompat.as_function(program)
+        return lambda *xs: program_p.bind(*xs, program=_Program(program))
 
 
-def _on_mpi(
-    jaxpr: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int, hide: bool
-) -> Flat:
-    places = itertools.count(1)
-
-    def known(
-        f: Callable[Concatenate[Collective, P], T],
-    ) -> Callable[Concatenate[Collective, P], T]:
-        """Return a function whose messages know their program, and their index in it."""
-
-        def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
-            return f(call._replace(fingerprint=fingerprint, place=next(places)), *rest, **named)
-
-        return sent
-
-    def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return primitive.run(call, xs, backend)
-
-    # what is differentiated yet cannot be started: a start has no derivative
-    overlap = backend.overlap if hide else None
-    if overlap is not None:
-        start, send_ahead, take = overlap.start, overlap.send_ahead, overlap.take
-        overlap = overlap._replace(
-            start=known(start),
-            send_ahead=send_ahead and known(send_ahead),
-            take=take and known(take),
-        )
-    program = rewrite(jaxpr, Target(backend.place.size, known(run), backend.index, overlap=overlap))
-    if backend.compares_inline and fingerprint and not _compares_itself(entries, backend):
-        program = _behind_a_comparison(program, backend, entries, fingerprint)
-    effects = set(_jaxcompat.parts(program)[0].effects)
-    # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a
-    # program from being dropped.
-    others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
-    if not hide or not effects or others:
-        return _jaxcompat.as_function(program)
-    if not _jaxcompat.can_hide_effects():
-        warnings.warn(
-            f"This jaxmpi was not tested with jax {jax.__version__}: results are right, but calls "
-            "of programs are dispatched more slowly. Update jaxmpi, or use one of jax "
-            f"{', '.join(_jaxcompat.TESTED)}.",
-            stacklevel=2,
-        )
-        return _jaxcompat.as_function(program)
-    return lambda *xs: program_p.bind(*xs, program=_Program(program))
-
-
-def _compares_itself(entries: Sequence[Entry], backend: Backend) -> bool:
-    """Return whether the first message is unconditional and goes to all ranks, which compare the program with it."""
-    return bool(entries and entries[0].times and backend.carries(entries[0].call))
-
-
-def _behind_a_comparison(
-    program: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int
-) -> ClosedJaxpr:
-    """The program behind a comparison of its fingerprint.
-
-    After the first call it travels with the next message, if all ranks take part in that. Otherwise
-    a rank could wait for those of its group, and these, which have called something else, for all
-    ranks.
-    """
-    later = all(backend.carries(entry.call) for entry in entries)
+def _behind(program: ClosedJaxpr, compare: Callable[[], None], size: int) -> ClosedJaxpr:
+    """Return the program behind a comparison of its fingerprint."""
 
     def whole(*xs: jax.Array) -> list[ArrayLike]:
-        primitive.compare_fingerprint(fingerprint, backend, later=later)
+        compare()
         return _jaxcompat.as_function(program)(*xs)
 
-    return make_jaxpr(
-        whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars]
-    )
-
-
-def _on_mesh(jaxpr: ClosedJaxpr, backend: "Xla") -> Flat:
-    target = Target(
-        backend.place.size,
-        packing.run,
-        backend.index,
-        backend.combines,
-        keeps_order=backend.keeps_order,
-    )
-    program = _jaxcompat.as_function(rewrite(jaxpr, target))
-    spec = PartitionSpec()
-    return jax.shard_map(
-        lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-
-
-def _simulated(jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool]) -> Flat:
-    def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return (
-            through_all(on_axis.run, call, xs, backend.index())
-            if call.groups
-            else on_axis.run(call, xs)
-        )
-
-    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, run, backend.index)))
-    axes = tuple(0 if own else None for own in stacked)
-    return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
+    return make_jaxpr(whole, size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
 
 
 def _marked(differ: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:
-    """`PerRank` where the ranks have their own values, and one array where they don't."""
+    """Return a `PerRank` where the ranks have values of their own, and one array elsewhere."""
     return [PerRank(out) if own else out[0] for own, out in zip(differ, outs, strict=True)]
 
 

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
+from jaxmpi._backends.interface import Limits
 from jaxmpi._errors import RankCountError
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import PyTree
@@ -24,15 +25,14 @@ from jaxmpi._lowering.primitives import (
 )
 
 __all__ = [
+    "Refusals",
     "explained",
     "refuse",
     "refuse_dtype",
     "refuse_groups",
     "refuse_meshes",
     "refuse_names",
-    "refuse_ordered_effects",
     "refuse_pairs",
-    "refuse_references",
 ]
 
 T = TypeVar("T")
@@ -172,33 +172,42 @@ def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
             )
 
 
-def refuse_references(jaxpr: AnyJaxpr, backend: str) -> None:
-    """Raise a NotImplementedError if a program uses a reference as a backend cannot."""
-    outside = {v for v in _jaxcompat.parts(jaxpr)[0].invars if _jaxcompat.is_reference(v.aval)}
-    for eqn in equations(jaxpr):
-        if not any(_jaxcompat.is_reference(v.aval) for v in eqn.invars):
-            continue
-        if outside.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
-            what = "A reference from outside is used"
-        elif backend == "simulate" and op_of(eqn) is Op.COND:
-            what = "A branch uses a reference"
-        else:
-            continue
+class Refusals(Limits):
+    """Checks of a traced program, each a NotImplementedError with a source line."""
+
+    def __init__(self, jaxpr: AnyJaxpr, backend: str) -> None:
+        self._jaxpr, self._backend = jaxpr, backend
+
+    def no_references_from_outside(self) -> None:
+        """Refuse a use of a reference that the function has from outside."""
+        jaxpr = self._jaxpr
+        outside = {v for v in _jaxcompat.parts(jaxpr)[0].invars if _jaxcompat.is_reference(v.aval)}
+        for eqn in equations(jaxpr):
+            if outside.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
+                self._refuse_reference("A reference from outside is used", eqn)
+
+    def no_references_in_branches(self) -> None:
+        """Refuse a branch that uses a reference."""
+        for eqn in equations(self._jaxpr):
+            takes_one = any(_jaxcompat.is_reference(v.aval) for v in eqn.invars)
+            if takes_one and op_of(eqn) is Op.COND:
+                self._refuse_reference("A branch uses a reference", eqn)
+
+    def _refuse_reference(self, what: str, eqn: JaxprEqn) -> None:
         raise NotImplementedError(
-            f"{what} at {line(eqn)}, which the {backend} backend does not support. Pass its value "
-            "instead, and return the new value."
+            f"{what} at {line(eqn)}, which the {self._backend} backend does not support. Pass its "
+            "value instead, and return the new value."
         )
 
-
-def refuse_ordered_effects(jaxpr: AnyJaxpr, backend: str) -> None:
-    """Raise a NotImplementedError for an ordered print or callback on several devices."""
-    for eqn in equations(jaxpr):
-        if not [*subjaxprs(eqn)] and any(map(_jaxcompat.needs_one_device, eqn.effects)):
-            raise NotImplementedError(
-                "This program has a jax.debug.print or jax.debug.callback with ordered=True at "
-                f"{line(eqn)}, which the {backend} backend does not support. Pass ordered=False, "
-                "or use io_callback(..., ordered=True)."
-            )
+    def no_ordered_effects(self) -> None:
+        """Refuse an ordered print or callback, which JAX has for one device only."""
+        for eqn in equations(self._jaxpr):
+            if not [*subjaxprs(eqn)] and any(map(_jaxcompat.needs_one_device, eqn.effects)):
+                raise NotImplementedError(
+                    "This program has a jax.debug.print or jax.debug.callback with ordered=True at "
+                    f"{line(eqn)}, which the {self._backend} backend does not support. Pass "
+                    "ordered=False, or use io_callback(..., ordered=True)."
+                )
 
 
 def refuse_meshes(jaxpr: AnyJaxpr) -> None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Collective, Overlap
+from jaxmpi._backends.base import Target
 from jaxmpi._backends.sent_ahead import none
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import call_of, number_of
@@ -23,20 +22,7 @@ from jaxmpi._lowering.primitives import is_sum
 from jaxmpi._lowering.trace import Env, make_jaxpr
 from jaxmpi._lowering.translate import translate
 
-__all__ = ["Target", "rewrite"]
-
-
-class Target(NamedTuple):
-    """Target of a rewrite: the operations of a backend."""
-
-    size: int  # the number of ranks
-    # carries out a collective, in traced code
-    run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
-    rank: Callable[[], ArrayLike]  # this rank's number, in traced code
-    combine: bool = True  # whether collectives that can travel together do
-    overlap: Overlap | None = None  # how messages are on their way while the program computes
-    # whether what carries the program out keeps collectives, and loops that have some, in order
-    keeps_order: bool = True
+__all__ = ["rewrite"]
 
 
 def rewrite(jaxpr: AnyJaxpr, target: Target) -> ClosedJaxpr:
@@ -143,7 +129,7 @@ def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[jax.Array]) -> jax.Array
     if (
         target.overlap is None
         or target.overlap.send_ahead is None
-        or not target.overlap.carries(call_of(eqn))
+        or not target.overlap.can_start(call_of(eqn))
     ):
         return none()
     with _jaxcompat.at_source(eqn):

@@ -96,7 +96,7 @@ def average_batch_stats(
         w, problem = as_weight(FUNCTION, weight, means)
     if not groups:
         return stats
-    if backend.place.size == 1 and not backend.simulates:
+    if backend.place.size == 1 and not any(map(is_per_rank, leaves)):
         for i, leaf in enumerate(named):
             leaves[i] = jnp.asarray(leaves[i]) if leaf.is_float else leaves[i]
         return treedef.unflatten(leaves)
@@ -257,7 +257,7 @@ def _check_counts(
     if any(map(is_per_rank, counts)):
         by_rank = [np.max([np.asarray(x)[r] for x in counts], 0) for r in range(backend.place.size)]
     else:
-        mine = [np.asarray(backend.unwrap(jnp.asarray(x))) for x in counts]
+        mine = [np.asarray(x) for x in backend.transport.arrays.local([*map(jnp.asarray, counts)])]
         by_rank = backend.allgather_object(np.max(mine, 0))
     text = named[group.count[0]].text
     if found == NO_COUNT:

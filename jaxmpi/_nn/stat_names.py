@@ -18,7 +18,7 @@ import numpy as np
 from jax.tree_util import KeyEntry, KeyPath
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 

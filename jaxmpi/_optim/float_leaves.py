@@ -37,8 +37,9 @@ def check_in_step(function: str) -> None:
 
     Simulated ranks have different values only inside of a traced function.
     """
-    if session.current(function).simulates and not _jaxcompat.tracing():
-        raise RuntimeError(
+    backend = session.current(function)
+    if not _jaxcompat.tracing():
+        backend.check_one_rank_here(
             f"{function}: update was called outside of a step, where simulated ranks cannot have "
             "different arrays. Call it in a function under jaxmpi.jit."
         )

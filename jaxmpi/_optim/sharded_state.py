@@ -15,7 +15,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.values import EqualLeaf, check_equal_leaves
 from jaxmpi._errors import RankCountError

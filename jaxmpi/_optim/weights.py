@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._jit.api import anywhere

@@ -5,13 +5,14 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
 from jaxmpi import _devices, _jaxcompat
-from jaxmpi._backends.base import Backend, Place
-from jaxmpi._backends.single import Single
+from jaxmpi._backends.base import Place
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.mpi_ranks import MpiRanks
+from jaxmpi._backends.one_process import Single
 from jaxmpi._consistency import compare
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process import joining, launchers, run_dir, settings, stderr
@@ -108,22 +109,23 @@ def init(
             backend, named = "single", dict.fromkeys(checked_axes("init", axes), 1)
         if backend == "auto":
             backend = _choose(launched, devices)
-        chosen: Any = _start(backend, launched, devices, parent, jax_processes)
-        _keep_compiled(chosen.place)
-        chosen.name_axes(named)
-        place: Place = chosen.place
+        joined = _join(backend, launched, devices, parent, jax_processes)
+        ranks: Ranks = joined or Single()
+        _keep_compiled(ranks.place)
+        ranks.name_axes(named)
+        place = ranks.place
         world = World(*place, backend=backend, axes=named)
-        session.begin(chosen, world)
-        if place.size > 1:
+        session.begin(ranks, world)
+        if joined is not None and place.size > 1:
             joining.note_rank(place.local_rank, place.size)
             if directory := os.environ.get("JAXMPI_RUN_DIR"):
                 run_dir.join(directory, place.rank)  # the monitor notes when the rank leaves
-            session.watch(chosen)
-            chosen.turn.release()  # any thread may be the one that communicates
+            session.watch(joined)
+            joined.turn.release()  # any thread may be the one that communicates
             notice_pmaps()
     if verbose and world.rank == 0:
-        details = [f"transport {chosen.transport}", chosen.description] if backend == "mpi" else []
-        about = ", ".join(filter(None, [str(world), f"device {world.device}", *details]))
+        details = [str(world), f"device {world.device}", ranks.transport.description]
+        about = ", ".join(filter(None, details))
         sys.stderr.write(f"jaxmpi: {about}\n")
     return world
 
@@ -208,26 +210,27 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     return "xla" if _devices.enough(shown) else "mpi"
 
 
-def _start(
+def _join(
     backend: str,
     launched: int,
     devices: Sequence[int] | None,
     parent: joining.Parent | None,
     jax_processes: bool,
-) -> Backend:
-    if backend == "xla":
-        from jaxmpi._backends.xla import Xla
-
-        return Xla(launched, devices)
+) -> MpiRanks | None:
+    """Choose this rank's device, and join the other ranks; None without any, by "single"."""
     if backend == "single":
         # the GPU of the rank that has started this process
         _devices.choose(*(parent[1:] if parent else (0, 1)), devices)
-        return Single()
-    from jaxmpi._backends.transport import join
+        return None
+    # here, because it imports mpi4py
+    from jaxmpi._backends import transport
 
-    mpi = join(launched, devices, jax_processes)
-    compare.set_mismatch_handler(mpi)
-    return mpi
+    if backend == "xla":
+        ranks = transport.join_xla(launched, devices)
+    else:
+        ranks = transport.join(launched, devices, jax_processes)
+    compare.set_mismatch_handler(ranks)
+    return ranks
 
 
 def launched_ranks() -> int:

@@ -1,6 +1,5 @@
 """Session: the state of a job from `init` to `finalize`, and the place of this process in it."""
 
-import copy
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +11,8 @@ import jax
 from jax import lax
 
 from jaxmpi import _axis
-from jaxmpi._backends.base import Backend
-from jaxmpi._backends.process_group import MpiProcessGroup
+from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.mpi_ranks import MpiRanks
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._errors import NotInitializedError, RankCountError
@@ -65,7 +64,7 @@ class Session:
     """The state of a job.
 
     Attributes:
-      backend: carries messages; a forked child has a copy that refuses to.
+      backend: the ranks; a forked child has a copy that refuses to communicate.
       world: what `init` returned.
       monitor: the thread that watches the other ranks, where there are any.
       preemption: how SIGTERM stops the ranks, by the monitor or without one.
@@ -73,9 +72,10 @@ class Session:
       pmaps: the lines that have called a `jax.pmap`.
       began: when the session began, by `time.monotonic`.
       states: state of the layers above, by its class.
+      forked: whether this process is a forked child of the rank.
     """
 
-    backend: Backend
+    backend: Ranks
     world: World
     monitor: Monitor | None = None
     preemption: Preemption | None = None
@@ -83,18 +83,19 @@ class Session:
     pmaps: set[str] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
     states: dict[type, SessionState] = field(default_factory=dict)
+    forked: bool = False
 
 
 _session: Session | None = None
 
 
-def begin(backend: Backend, world: World) -> None:
+def begin(backend: Ranks, world: World) -> None:
     """Begin a session: `current` and `world` return these from now on."""
     global _session
     _session = Session(backend, world)
 
 
-def watch(backend: MpiProcessGroup) -> None:
+def watch(backend: MpiRanks) -> None:
     """Start the monitor, which watches the other ranks.
 
     **Collective:** every rank calls it.
@@ -140,7 +141,7 @@ def finalize() -> None:
       RankMismatchError: on every rank, if one of them calls something else.
     """
     global _session
-    if _session is not None and not _session.backend.forked:
+    if _session is not None and not _session.forked:
         compare.check_consistent(_session.backend, Call.of("finalize"))
         _close(_session)
         if _session.monitor is not None:
@@ -165,7 +166,7 @@ def state(cls: Callable[[float], S]) -> S:
     return cast(S, _session.states[cast(type, cls)])
 
 
-def current(function: str) -> Backend:
+def current(function: str) -> Ranks:
     """Return the backend, or raise a NotInitializedError that names `function`."""
     if _session is None:
         raise NotInitializedError(function)
@@ -201,15 +202,15 @@ def set_speed(measured: Speed | None) -> None:
     _session.speed = measured
 
 
-def ranks_unknown_to_jax() -> Backend | None:
+def ranks_unknown_to_jax() -> Ranks | None:
     """Return the backend if there are several ranks and JAX knows of one process; else None.
 
     It is None in a forked child, too.
     """
-    backend = None if _session is None else _session.backend
-    if backend is None or backend.place.size == 1 or backend.forked or jax.process_count() > 1:
+    if _session is None or _session.forked:
         return None
-    return backend
+    backend = _session.backend
+    return None if backend.place.size == 1 or jax.process_count() > 1 else backend
 
 
 def is_first_pmap(line: str) -> bool:
@@ -289,13 +290,12 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     """Keep the World of a rank readable in its forked child, and refuse to communicate there."""
-    if _session is None or _session.backend.place.size == 1 or _session.backend.simulates:
+    if _session is None:
         return
-    if not _session.backend.forked:
-        backend: Any = copy.copy(_session.backend)  # a new object, which steps do not know yet
-        backend.forked = True
-        backend.turn.forbid()
-        _session.backend = backend
+    here = _session.backend
+    # a new object, which steps do not know yet
+    _session.backend = here.in_forked_child()
+    _session.forked = _session.backend is not here
     if _session.monitor is not None:
         _session.monitor.abandon()
         _session.monitor = _session.preemption = None

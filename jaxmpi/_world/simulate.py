@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
-from jaxmpi._backends.simulate import Simulated
+from jaxmpi._backends.one_process import Simulated
 from jaxmpi._world import session
 from jaxmpi._world.leftover_pmap import notice_pmaps
 from jaxmpi._world.world import World, checked_axes, sized_axes

@@ -21,7 +21,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.objects import allgather_object
 from jaxmpi._jit.api import jit, local
 from jaxmpi._jit.function import Leaf, is_per_rank
@@ -182,13 +182,11 @@ def assert_replicated(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0) -> 
     >>> assert_replicated(jaxmpi.tree_allreduce({"w": np.arange(3.0) * jaxmpi.rank()}))
     """
     backend = session.current("assert_replicated")
-    if backend.simulates:
-        ranks = [
-            jax.tree.map(partial(_on_host, rank), tree, is_leaf=is_per_rank)
-            for rank in range(backend.place.size)
-        ]
-    else:
-        ranks = allgather_object(jax.tree.map(partial(_on_host, backend.place.rank), local(tree)))
+    here = [
+        jax.tree.map(partial(_on_host, rank), local(tree), is_leaf=is_per_rank)
+        for rank in backend.ranks_here
+    ]
+    ranks = here if len(here) == backend.place.size else allgather_object(here[0])
     for rank, theirs in enumerate(ranks):
         message = f"the tree of rank {rank}, compared with rank 0"
         chex.assert_trees_all_equal_structs(theirs, ranks[0])

@@ -391,8 +391,8 @@ class Ranks:
     def __init__(self, axis):
         backend = jaxmpi._world.session.current("test")
         self.axis, self.size, self.group = axis, backend.place.size, backend.axes[axis]
-        self.here = range(self.size) if backend.simulates else [backend.place.rank]
-        self.simulates = backend.simulates
+        self.here = backend.ranks_here
+        self.simulates = backend.eager(alone=False, stacked=True, parallel=False)
         self.members = groups_along(backend.axes, (axis,))
 
     def mine(self, stack):

@@ -135,7 +135,9 @@ def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
     alike = {"extremes": lambda word, *_: (word, word)}  # the ranks agree
     backend = SimpleNamespace(
-        simulates=False,
+        ranks_here=(rank,),
+        eager=lambda *, alone, stacked, parallel: parallel,
+        check_one_rank_here=lambda error: None,
         place=Place(rank=rank, size=size),
         axes={jaxmpi.AXIS: size},
         registry=Registry(),

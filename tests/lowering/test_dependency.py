@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi._backends.base import Overlap, Started
+from jaxmpi._backends.base import Overlap, Started, Target
 from jaxmpi._lowering.dependency import depending_on, token_of
-from jaxmpi._lowering.rewrite import Target, rewrite
+from jaxmpi._lowering.rewrite import rewrite
 from jaxmpi._lowering.trace import opened
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64")

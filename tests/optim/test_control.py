@@ -261,7 +261,7 @@ def test_any_number_of_ranks_gives_the_same_bits():
 
     digest = hashlib.sha256(trained_bits(12, 50)).hexdigest()
     assert set(jaxmpi.allgather_object(digest)) == {digest}
-    from jaxmpi._backends.single import Single
+    from jaxmpi._backends.one_process import Single
     from jaxmpi._world import session
 
     alone = Single()

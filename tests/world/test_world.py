@@ -568,7 +568,7 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
     ),
     "something unforeseen": (
         "def broken(*_): raise OSError('unforeseen')\n"
-        "    from jaxmpi._backends import process_group; process_group.unlink_shared_memory = "
+        "    from jaxmpi._backends import mpi_ranks; mpi_ranks.unlink_shared_memory = "
         "broken",
         ("OSError: unforeseen", "rank 1"),
     ),

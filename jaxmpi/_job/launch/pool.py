@@ -104,7 +104,8 @@ def launch(
     """
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
-    if session.initialized() and session.size() > 1 and not session.current("launch").simulates:
+    here = session.current("launch") if session.initialized() else None
+    if here is not None and len(here.ranks_here) < here.place.size:
         raise RuntimeError(
             f"launch: this is one of {session.size()} ranks. Call it from a process that is not a "
             "rank, such as a notebook."

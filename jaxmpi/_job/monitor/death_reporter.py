@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxmpi._backends.process_group import MpiProcessGroup
+    from jaxmpi._backends.mpi_ranks import MpiRanks
 
 __all__ = ["call", "connect", "start"]
 
@@ -26,7 +26,7 @@ _CREDENTIALS = "3i"  # struct ucred: process, user and group id
 _FIRST_MESSAGE = "2i"  # the first message of a rank: its number, and the number of ranks
 
 
-def call(backend: "MpiProcessGroup") -> Callable[[], None]:
+def call(backend: "MpiRanks") -> Callable[[], None]:
     """Leave a death reporter on each node, unless something else names a killed rank.
 
     **Collective:** every rank calls it.
@@ -35,7 +35,7 @@ def call(backend: "MpiProcessGroup") -> Callable[[], None]:
       A function that ends the death reporter; call it when the job ends in order.
     """
     place = backend.place
-    if backend.launcher_names_the_killed:
+    if backend.launcher.names_killed_rank:
         return lambda: None
     supervised = os.path.isdir(os.environ.get("JAXMPI_RUN_DIR", ""))
     address = start() if place.local_rank == 0 and not supervised else ""

@@ -58,7 +58,7 @@ class Live:
                 "host": members[place.rank][1],
                 "job": f"{members[0][0]}@{members[0][1]}",  # the process of its rank 0
                 "hosts": sorted({host for _, host in members})[:MAX_HOSTS],
-                "transport": getattr(self._backend, "transport", self._backend.name),
+                "transport": self._backend.transport.name,
                 "entered": entered,
                 "inside": inside,
                 "doing": at_work or str(doing(self._backend))[:MAX_DOING_LETTERS],

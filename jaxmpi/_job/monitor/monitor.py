@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.process_group import MpiProcessGroup
+from jaxmpi._backends.mpi_ranks import MpiRanks
 from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
 from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
@@ -63,7 +63,7 @@ class Doing(NamedTuple):
         return f"{self.phase} {self.call}" + (f" at {self.line}" if self.line else "")
 
 
-def doing(backend: MpiProcessGroup) -> Doing:
+def doing(backend: MpiRanks) -> Doing:
     """Return which collective this rank is in or was in last; for any thread."""
     title, thread = backend.waits_for()
     if title:
@@ -98,7 +98,7 @@ class Monitor:
       samples: the number of samples that `Throughput` has counted on this rank.
     """
 
-    def __init__(self, backend: MpiProcessGroup) -> None:
+    def __init__(self, backend: MpiRanks) -> None:
         self.backend = backend
         self.listening = backend.concurrent
         self.rounds = OrderedOutput(backend.place.size)

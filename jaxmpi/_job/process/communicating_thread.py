@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Turn"]
+__all__ = ["ForkedError", "Turn"]
 
 PATIENCE_SECONDS = 2.0  # for the last thread to wait or end: it may have just started this one
 
@@ -29,6 +29,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COMMUNICATING = tuple(
     _PACKAGE + name for name in ("_jit", "_collectives", "_consistency", "_backends", "_checkpoint")
 )
+
+
+class ForkedError(RuntimeError):
+    """A collective was called in a forked child of a rank."""
 
 
 class Turn:
@@ -56,15 +60,11 @@ class Turn:
         `concurrent.futures` or `asyncio`.
 
         Raises:
-          RuntimeError: that thread still runs; or this is a forked child of the rank.
+          ForkedError: this is a forked child of the rank.
+          RuntimeError: that thread still runs.
         """
         with self._lock:
-            if self._forked:
-                raise RuntimeError(
-                    "jaxmpi: a collective or a step was called in a forked child of a rank, which "
-                    "cannot talk to the other ranks. Call it in the rank itself, and hand the "
-                    "child what it needs."
-                )
+            self.check_process()
             if self.thread and not self._is_given_up():
                 raise RuntimeError(
                     "jaxmpi: a collective was called in thread "
@@ -89,6 +89,15 @@ class Turn:
                 return False
             time.sleep(0.001)
         return True
+
+    def check_process(self) -> None:
+        """Raise a ForkedError in a forked child of the rank."""
+        if self._forked:
+            raise ForkedError(
+                "jaxmpi: a collective or a step was called in a forked child of a rank, which "
+                "cannot talk to the other ranks. Call it in the rank itself, and hand the child "
+                "what it needs."
+            )
 
     def release(self) -> None:
         """Allow any thread to be the next one."""

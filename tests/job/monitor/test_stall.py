@@ -195,7 +195,7 @@ import time
 import jaxmpi
 from jaxmpi._world import session as _world
 jaxmpi.init()
-with _world.current("test")._enter():  # as an allgather of objects that never ends
+with _world.current("test").entered():  # as an allgather of objects that never ends
     time.sleep(100)
 """
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmpi._backends.base import Place
-from jaxmpi._backends.single import Single
+from jaxmpi._backends.one_process import Single
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.process import files, run_dir
 

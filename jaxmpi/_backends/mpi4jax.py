@@ -1,69 +1,103 @@
-"""MPI inside compiled programs, with mpi4jax."""
+"""The transport mpi4jax: MPI's collectives inside compiled programs, one call for each message."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import bucketing, extension
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends import bucketing, extension, primitive
+from jaxmpi._backends.base import Collective, Place, Target
 from jaxmpi._backends.communicator import Communicator
-from jaxmpi._backends.groups import Groups, named_groups, position
-from jaxmpi._backends.mpi_library import import_mpi4py
-from jaxmpi._backends.process_group import MpiProcessGroup
-from jaxmpi._backends.start_checks import check_platforms, find_mpi4jax, gathered
+from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
+from jaxmpi._backends.groups import named_groups, position
+from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
 from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
 from jaxmpi._backends.within_groups import through_all
 
-__all__ = ["Mpi"]
+__all__ = ["Mpi4jax"]
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 
-class Mpi(MpiProcessGroup):
-    """Ranks whose programs talk with mpi4jax."""
+class Mpi4jax(MpiTransport):
+    """Programs that talk with mpi4jax."""
 
-    name = "mpi"
-    transport = "mpi4jax"
-    description = ""  # of how messages travel between nodes
-    nests = needs_mpi4jax = True
+    name, description = "mpi4jax", "transport mpi4jax"
 
-    def __init__(self, launched: int) -> None:
-        """Join the other ranks; `launched` is how many of them the launcher's environment speaks of."""
-        mpi = import_mpi4py(launched)
-        self._mpi4jax: Any = find_mpi4jax(launched) if self.needs_mpi4jax else None
-        super().__init__(mpi)
-        check_platforms(gathered(launched, jax.default_backend))
-        self._programs = mpi.COMM_WORLD.Dup()
+    def __init__(self, place: Place, mpi: ModuleType, *, mpi4jax: ModuleType) -> None:
+        """Take a communicator of all ranks for programs; every rank calls it.
+
+        Args:
+          place: of this rank.
+          mpi: the module `mpi4py.MPI`.
+          mpi4jax: the module.
+        """
+        self._place, self._mpi, self._mpi4jax = place, mpi, mpi4jax
+        self._programs: Communicator = mpi.COMM_WORLD.Dup()
         # of this rank's group, for each way to part the ranks
         self._communicators: dict[tuple[tuple[int, ...], ...], Communicator] = {}
-        self.index = extension.rank_value(self.place.rank)
+        self._index = extension.rank_value(place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
+        self.arrays = LocalArrays()
 
-    def name_axes(self, axes: Mapping[str, int]) -> None:
-        """Name axes beside AXIS, and connect the ranks of each group; every rank calls it."""
-        super().name_axes(axes)
-        for groups in named_groups(self.axes):
-            number, place = position(groups, self.place.rank)
-            self._communicators[groups] = self._mpi.COMM_WORLD.Split(number, place)
-            self._connect(groups)
-
-    def _connect(self, groups: Groups) -> None:
-        """Make the other objects that a transport needs."""
-
-    # in traced code
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._place.size
 
     @cached_property
     def effects(self) -> frozenset[Hashable]:
-        """mpi4jax's ordered effect, which keeps all its calls in program order."""
+        """Return mpi4jax's ordered effect, which keeps all its calls in program order."""
         probe = jax.make_jaxpr(lambda x: self._mpi4jax.bcast(x, 0, comm=self._programs))
         return frozenset(
             map(_jaxcompat.allow_in_checkpoint, probe(jax.ShapeDtypeStruct((), np.float32)).effects)
         )
+
+    # programs
+
+    def target(self) -> Target:
+        """Return collectives as equations of one primitive."""
+        return Target(self.size, partial(primitive.run, transport=self), self.index)
+
+    def lower(self, lowering: Lowering[R]) -> R:
+        """Make a program one with ordered messages."""
+        return lowering.in_order(self.target(), self)
+
+    def check(self, limits: Limits) -> None:
+        """Refuse nothing."""
+
+    def nested(self, program: T, api: str, title: str) -> T:
+        """Return the program: its effect keeps the order beside other programs."""
+        return program
+
+    def shared_module(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr | None:
+        """Return None: MPI tells messages apart by the order of the calls."""
+        return None
+
+    def compare(
+        self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
+    ) -> Callable[[], None] | None:
+        """Return None: the ranks compare a program before each call."""
+        return None
+
+    def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:
+        """Return a comparison before each program."""
+        return ComparesBefore(ranks, objects, maximum)
+
+    def index(self) -> jax.Array | np.int32:
+        """Return this rank's number."""
+        return self._index()
+
+    # messages
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `bucketing.messages`."""
@@ -72,7 +106,7 @@ class Mpi(MpiProcessGroup):
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
             rows = self.run(Collective("alltoall", groups=call.groups), xs)
             return [reduce_rows(x, call.op) for x in rows]
-        size = call.count(self.place.size)
+        size = call.count(self.size)
         if call.op == "mean":
             return mean_as_sum(self.run, call, xs, size)
         received = self._exchanged(call, xs, size)
@@ -101,12 +135,12 @@ class Mpi(MpiProcessGroup):
         return received
 
     def connects(self, call: Collective) -> bool:
-        """Return whether the ranks of each group have a communicator, as those along axes of `init` do."""
+        """Return whether the groups have communicators, as those along axes of `init` do."""
         return not call.groups or call.groups in self._communicators
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-        """The bytes of each message that `run` sends for arrays like these."""
-        rows = call.count(self.place.size) if call.kind in ("alltoall", "reduce_scatter") else 1
+        """Return the bytes of each message that `run` sends for arrays like these."""
+        rows = call.count(self.size) if call.kind in ("alltoall", "reduce_scatter") else 1
         columns: dict[np.dtype, list[int]] = {}
         for array in arrays:
             carried = jax.eval_shape(partial(to_carrier, call=call), array)
@@ -120,23 +154,28 @@ class Mpi(MpiProcessGroup):
         ]
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:
-        """One MPI call on a `[rows, columns]` array."""
+        """Carry out one MPI call on a `[rows, columns]` array."""
         comm = self._communicators[call.groups] if call.groups else self._programs
         if call.kind == "allreduce":
             return self._mpi4jax.allreduce(x, self._ops[call.op], comm=comm)
         if call.kind == "bcast":
             return self._mpi4jax.bcast(x, call.root, comm=comm)
         if call.kind == "permute":
-            here, nobody = self.place.rank, self._mpi.PROC_NULL
+            here, nobody = self._place.rank, self._mpi.PROC_NULL
             source = next((p for p, q in call.pairs if q == here), nobody)
             dest = next((q for p, q in call.pairs if p == here), nobody)
             got = self._mpi4jax.sendrecv(x, x, source, dest, comm=comm)
             return got if source != nobody else jnp.zeros_like(x)
         return getattr(self._mpi4jax, call.kind)(x, comm=comm)
 
+    def connect(self, axes: Mapping[str, int]) -> None:
+        """Make a communicator for this rank's group of each kind; every rank calls it."""
+        for groups in named_groups(axes):
+            number, place = position(groups, self._place.rank)
+            self._communicators[groups] = self._mpi.COMM_WORLD.Split(number, place)
+
     def close(self) -> None:
-        """Free the communicators, and the programs that were compiled for them."""
-        super().close()
+        """Free the communicators."""
         for comm in (self._programs, *self._communicators.values()):
             comm.Free()
 

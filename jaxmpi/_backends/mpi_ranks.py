@@ -1,38 +1,41 @@
-"""The ranks of one MPI job, and what they say to each other outside of compiled programs, with mpi4py.
+"""Ranks of an MPI job: what they send each other outside of compiled programs, with mpi4py.
 
 Objects and the monitor's thread have a communicator of their own each, so that neither meets the
 other's messages, nor those of the compiled programs.
 """
 
 import contextlib
+import copy
 import pickle
 import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import bucketing, handover
-from jaxmpi._backends.activity import Activity, Entered
-from jaxmpi._backends.base import Collective, Overlap, Place, Registry
+from jaxmpi._backends.base import Event, Message, Place, Registry
 from jaxmpi._backends.communicator import Communicator, Request
+from jaxmpi._backends.comparison import EVENTS, MpiTransport
+from jaxmpi._backends.interface import Lowering, Processes
 from jaxmpi._backends.mpi_library import unlink_shared_memory
+from jaxmpi._backends.one_process import Identity
 from jaxmpi._backends.votes import Votes, open_votes
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.communicating_thread import Turn
 from jaxmpi._job.process.launchers import find_for_library
 from jaxmpi._job.process.stderr import one_line
 
-__all__ = ["MpiProcessGroup"]
+__all__ = ["MpiRanks"]
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -55,18 +58,27 @@ class _Pickled(NamedTuple):
             )
 
 
-class MpiProcessGroup(Activity):
-    """The ranks of `MPI_COMM_WORLD`."""
+class MpiRanks(Processes):
+    """The ranks of `MPI_COMM_WORLD`.
 
-    name: str  # of the backend
-    forked = False  # whether this process is a forked child of the rank
-    simulates = global_arrays = nests = fuses_mean = same_module = False
-    takes_references = True
+    Attributes:
+      launcher: the entry of the table of launchers that belongs to the MPI library.
+    """
 
-    def __init__(self, mpi: ModuleType) -> None:
-        """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
-        super().__init__()
-        self._mpi = mpi
+    def __init__(
+        self,
+        name: str,
+        mpi: ModuleType,
+        open_transport: Callable[[Place, ModuleType], MpiTransport],
+    ) -> None:
+        """Join the other ranks, after `check_start`.
+
+        Args:
+          name: of the backend.
+          mpi: the module `mpi4py.MPI`.
+          open_transport: makes the transport; every rank calls it.
+        """
+        self.name, self._mpi = name, mpi
         world = mpi.COMM_WORLD
         self._objects, self._channel = world.Dup(), world.Dup()
         node_comm = self._node_communicator()
@@ -75,58 +87,91 @@ class MpiProcessGroup(Activity):
         # whether the ranks of each node are numbered one after the other
         self._by_node = leaders == sorted(leaders)
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
+        self.ranks_here = (world.rank,)
         unlink_shared_memory(node_comm)
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
-        self.launcher_names_the_killed = find_for_library(mpi.get_vendor()[0]).names_killed_rank
+        self.launcher = find_for_library(mpi.get_vendor()[0])
         self.registry = Registry()
-        self.turn = Turn(self.finish, self._last)  # of the threads
-        # whether several threads may be inside MPI at once
+        self.ends: dict[int, jax.Array] = {}
+        self.turn = Turn(self.finish, self._last)
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._sending: list[Request] = []
         self._votes: Votes | None = None  # opened by the first one
-        self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        # for the monitor: it asks from another thread
+        self.long_operation = ""
+        self._waiting = "", 0  # for what, if for no collective, and which thread
+        self._entered = 0  # collectives outside of programs, and programs
+        self._inside = False
+        self._starting = False  # a program
+        self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of the last comparisons
+        self.transport: MpiTransport = open_transport(self.place, mpi)
+        self._comparison = self.transport.comparison(self, self._objects, mpi.MAX)
 
-    @property
-    def combines(self) -> bool:
-        """Return whether collectives that can travel together do."""
-        return True
+    # programs
 
-    @property
-    def overlap(self) -> Overlap | None:
-        """Operations for collectives beside computation; None if there are none."""
-        return None
+    def eager(self, *, alone: T, stacked: T, parallel: T) -> T:
+        """Return `parallel`, or `alone` in a job of one rank."""
+        return alone if self.place.size == 1 else parallel
 
-    def carries(self, call: Collective) -> bool:
-        """Return whether the ranks compare what they send when they carry it out."""
-        return False
+    def check_one_rank_here(self, error: str) -> None:
+        """Return: this process is one rank."""
 
-    def connects(self, call: Collective) -> bool:
-        """Return whether it carries a collective within its groups, and not through all ranks."""
-        return True
+    def executor(
+        self, *, inline: Callable[[Processes], R], before: Callable[[Processes], R]
+    ) -> R | None:
+        """Make the executor of several ranks; None for one."""
+        if self.place.size == 1:
+            return None
+        return self._comparison.executor(inline=inline, before=before)(self)
 
-    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
-        """The arrays as they are."""
-        return leaves
+    def lower(self, lowering: Lowering[R]) -> R:
+        """Make a program one of the transport; a program of one rank sends nothing."""
+        return (Identity() if self.place.size == 1 else self.transport).lower(lowering)
 
-    def unwrap(self, x: jax.Array) -> jax.Array:
-        """The array as it is."""
-        return x
+    def explain_mismatches(
+        self, explain: Callable[[int, str | Message, Sequence[int]], str]
+    ) -> None:
+        """Have `explain` write the error where messages of a program differ."""
+        self._comparison.explain_mismatches(explain)
 
     def _node_communicator(self) -> Communicator:
-        """The ranks of this node; JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine."""
+        """Return the communicator of this node.
+
+        JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine.
+        """
         world = self._mpi.COMM_WORLD
         if pretended := settings.get("JAXMPI_NODE_RANKS"):
             return world.Split(world.rank // pretended, world.rank)
         return world.Split_type(self._mpi.COMM_TYPE_SHARED)
 
-    def _enter(self) -> Entered:
+    # collectives, and programs
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[Callable[[jax.Array], None]]:
+        """Mark this rank as inside a collective while a program starts."""
+        self._starting = True
+        try:
+            with Entered(self):
+                yield partial(self.ends.__setitem__, threading.get_ident())
+        finally:
+            self._starting = False
+
+    @contextlib.contextmanager
+    def waiting(self, title: str) -> Iterator[None]:
+        """Count as a collective what is waited for in another way."""
+        self._waiting = title, threading.get_ident()
+        try:
+            with Entered(self):
+                yield
+        finally:
+            self._waiting = "", 0
+
+    def entered(self) -> "Entered":
+        """Mark this rank as inside a collective outside of programs, once these allow one."""
         if threading.get_ident() != self.turn.thread:
             self.turn.take()
-        if self.compares_inline:  # one order for both kinds of traffic
-            self.finish()
-        else:  # never two threads inside MPI for the sake of plain `jax.jit`
-            _jaxcompat.wait_for_effects()
+        self._comparison.drain()
         return Entered(self)
 
     def _last(self, thread: int) -> tuple[int, int]:
@@ -134,7 +179,7 @@ class MpiProcessGroup(Activity):
         return self._entered, id(self.ends.get(thread))
 
     def finish(self) -> None:
-        """Wait until the programs that were started have ended; who reads their outputs learns how."""
+        """Wait until the programs that were started have ended; their outputs tell how."""
         _jaxcompat.wait_for_effects()
         for end in list(self.ends.values()):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -143,30 +188,26 @@ class MpiProcessGroup(Activity):
     def gather_details(self, side: T, ranks: Sequence[int] = ()) -> list[T]:
         """Gather objects while a program of this rank runs, within `ranks` if there are some."""
         with Entered(self):
-            return self._of(ranks).allgather(side)
-
-    def _of(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator for objects of a group of ranks, or of all."""
-        return self._objects
+            return self._comparison.communicator(ranks).allgather(side)
 
     def allgather_object(self, obj: T) -> list[T]:
         """Return all ranks' objects, in the order of the ranks."""
         pickled = _Pickled.of(obj, self.place.rank)
-        with self._enter():
+        with self.entered():
             return self._unpickled("allgather_object", self._objects.allgather(pickled))
 
     def broadcast_object(self, obj: object, root: int) -> Any:
         """Return the object of rank `root`; on root, it is `obj` itself."""
         here = self.place.rank == root
         pickled = _Pickled.of(obj, root) if here else None
-        with self._enter():
+        with self.entered():
             sent = self._objects.bcast(pickled, root)
             # Root has the object; it reads nothing but takes part in what the others say of it.
             objects = self._unpickled("broadcast_object", [sent] if not here or sent.error else [])
         return obj if here else objects[0]
 
     def _unpickled(self, function: str, received: Sequence["_Pickled"]) -> list[Any]:
-        """Read objects that this rank has received; raise the same error on all ranks where that fails on one.
+        """Read received objects; raise the same error on all ranks where that fails on one.
 
         An object that cannot be pickled is found before its message, and one that cannot be read
         after it. Both times every rank stays in step: its next collective meets the others' next
@@ -199,47 +240,36 @@ class MpiProcessGroup(Activity):
     def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite a `[n]` uint8 array with that of rank `root`, in pieces that fit MPI's counts."""
         for start in range(0, buffer.size, bucketing.MAX_ITEMS):
-            with self._enter():  # each piece is a step forward, for those who watch
+            with self.entered():  # each piece is progress, for the monitor
                 self._objects.Bcast(buffer[start : start + bucketing.MAX_ITEMS], root)
 
     def allgather_asleep(self, obj: T) -> list[T]:
-        """Gather objects, with ranks that wait asleep; for calls that a rank may reach seconds later."""
-        with self._enter():
+        """Gather objects; ranks sleep while they wait, as one may come seconds later."""
+        with self.entered():
             handover.barrier(self._objects)
             return self._objects.allgather(obj)
 
     def broadcast_asleep(self, obj: object, ranks: Sequence[int], title: str) -> Any:
-        """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep.
-
-        Every rank calls it, with its own group of ranks. Those who watch learn by `title` what is
-        waited for.
-        """
+        """Return the picklable object of the first of these ranks; the others wait asleep."""
         with self.waiting(title if self.place.rank != ranks[0] else ""):
             return handover.broadcast(self._objects, obj, ranks)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        with self._enter():
+        with self.entered():
             self._objects.Barrier()
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers: 16 bytes from each.
-
-        Those who watch learn by `title` what is compared, and by `program` of which program, if it
-        has another word.
-        """
-        self._entitle(fingerprint, title, program)
-        self._word[0], self._word[1] = -fingerprint, fingerprint
-        event: list[int | None] = [self._compared, fingerprint, 0, time.monotonic_ns(), None, None]
-        self._compared += 1
-        self._events.append(event)
-        with self._enter():
-            self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
-        event[4] = event[5] = time.monotonic_ns()
-        return -int(self._words[0]), int(self._words[1])
+        """Return the smallest and largest of the ranks' fingerprints: 16 bytes from each."""
+        # Titles are kept as long as events are: each step that is saved has another fingerprint.
+        self._titles[fingerprint] = program or fingerprint, title
+        self._titles.move_to_end(fingerprint)
+        if len(self._titles) > EVENTS:
+            self._titles.popitem(last=False)
+        return self._comparison.extremes(fingerprint, title, program)
 
     def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
-        """Tell all ranks yes or no, and go on; the function returned waits for the others: (did any say yes, did all)."""
+        """Tell all ranks yes or no, and go on."""
         if threading.get_ident() != self.turn.thread:
             self.turn.take()
         if not self.concurrent:
@@ -247,6 +277,45 @@ class MpiProcessGroup(Activity):
         if self._votes is None:
             self._votes = open_votes(self._mpi, self.place, self.concurrent)
         return self._votes.start(yes, partial(self.waiting, title))
+
+    # the monitor's questions, from any thread
+
+    def in_program(self) -> bool:
+        """Return whether this rank is inside a program, which may take long, as one whole."""
+        return self._comparison.in_program(starting=self._starting, ends=list(self.ends.values()))
+
+    def progress(self) -> tuple[int, bool]:
+        """Return how many collectives and programs it has entered, and whether it is in one."""
+        inside = self.in_program() or (
+            self._inside and not _jaxcompat.compiling(threading.main_thread().ident)
+        )
+        started, ended = self._comparison.counts()
+        return self._entered + started, inside or started > ended
+
+    def waits_for(self) -> tuple[str, int]:
+        """Return the title of `waiting`, "" outside of it, and the thread that waits."""
+        return self._waiting
+
+    def doing(self) -> int:
+        """Return the fingerprint of the last collective, or program, that it has entered."""
+        return self._comparison.last_fingerprint()
+
+    def events(self) -> Sequence[Event]:
+        """Return the last collectives, as `Comparison.events`."""
+        return self._comparison.events()
+
+    def waits(self) -> Sequence[tuple[int, int]]:
+        """Return the last waits for messages, as `Comparison.waits`."""
+        return self._comparison.waits()
+
+    def exposed_ns(self) -> int | None:
+        """Return for how long it has waited for messages, as `Comparison.exposed_ns`."""
+        return self._comparison.exposed_ns()
+
+    def described(self, fingerprint: int) -> tuple[int, str | Message]:
+        """Return (program fingerprint, title or message) for a message fingerprint."""
+        sent = self._comparison.described(fingerprint)
+        return sent or self._titles.get(fingerprint, (fingerprint, ""))
 
     # the monitor's channel: short messages that nobody has to be waiting for
 
@@ -256,7 +325,7 @@ class MpiProcessGroup(Activity):
         self._sending.append(self._channel.issend(message, rank))
 
     def receive(self) -> list[tuple[int, Any]]:
-        """The (rank, object) pairs that have arrived since the last call."""
+        """Return the (rank, object) pairs that have arrived since the last call."""
         arrived, status = [], self._mpi.Status()
         while (message := self._channel.improbe(status=status)) is not None:
             arrived.append((status.source, message.recv()))
@@ -276,7 +345,7 @@ class MpiProcessGroup(Activity):
         self._mpi.COMM_WORLD.Abort(code)
 
     def name_axes(self, axes: Mapping[str, int]) -> None:
-        """Name axes beside AXIS; every rank calls it."""
+        """Name axes beside AXIS, and connect the ranks of each group; every rank calls it."""
         if axes and not self._by_node and self.place.rank == 0:
             warnings.warn(
                 "init: the ranks of a node are not numbered one after the other, so the last "
@@ -285,6 +354,19 @@ class MpiProcessGroup(Activity):
                 stacklevel=3,
             )
         self.axes = {AXIS: self.place.size, **axes}
+        self.transport.connect(self.axes)
+
+    def check_process(self) -> None:
+        """Raise a RuntimeError in a forked child of a rank."""
+        self.turn.check_process()
+
+    def in_forked_child(self) -> "MpiRanks":
+        """Return a copy: steps that know this object look at the new one, and are refused."""
+        if self.place.size == 1:  # it communicates with nobody
+            return self
+        child = copy.copy(self)
+        child.turn.forbid()
+        return child
 
     def close(self) -> None:
         """Free the communicators, and the programs that were compiled for them."""
@@ -294,3 +376,18 @@ class MpiProcessGroup(Activity):
             self._votes.close()
         for comm in (self._objects, self._channel):
             comm.Free()
+        self.transport.close()
+
+
+class Entered:
+    """Marks, for the monitor, that this rank is inside a collective."""
+
+    def __init__(self, ranks: MpiRanks) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        self._ranks._entered += 1
+        self._ranks._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks._inside = False
