@@ -9,7 +9,7 @@ from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.costs import Cost, cost, table
-from jaxmpi._lowering.summary import Entry
+from jaxmpi._lowering.plan import Entry
 from jaxmpi._world import session
 
 __all__ = ["Explanation", "explain"]

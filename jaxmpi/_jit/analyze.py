@@ -24,12 +24,12 @@ from jaxmpi._lowering.across_elements import check_shards
 from jaxmpi._lowering.classify import communicates
 from jaxmpi._lowering.control_slice import Line, control_equations
 from jaxmpi._lowering.forgotten_mean import Carried, pairs
-from jaxmpi._lowering.fuse_mean import fold
+from jaxmpi._lowering.fuse_mean import fuse_means
 from jaxmpi._lowering.inner_jaxprs import constants as constants_of
 from jaxmpi._lowering.inner_jaxprs import equations
+from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
 from jaxmpi._lowering.primitives import Op, op_of
 from jaxmpi._lowering.replication import varying
-from jaxmpi._lowering.summary import Entry, summary
 from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
 
 __all__ = ["Analysis", "analyze", "paths_of"]
@@ -47,6 +47,7 @@ class Analysis(NamedTuple):
     """Facts about a program before it is lowered."""
 
     jaxpr: ClosedJaxpr  # with the means that the backend takes on the way
+    plan: Plan | None  # of that; None on one rank
     # which inputs are equal on all ranks, and compared at the first call
     replicated: Sequence[bool]
     varies: Sequence[bool]  # which outputs may differ between the ranks
@@ -97,16 +98,17 @@ def analyze(
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
     constants, target = [*captured, *constants_of(jaxpr)], backend.transport.target()
     if hide:
-        jaxpr = fold(jaxpr, backend.place.size, fuses_mean=target.divides)
-    entries = [
-        entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),))
-        for entry in summary(
-            jaxpr,
-            backend.place.size,
-            combine=target.combine,
-            overlap=target.overlap if hide else None,
-        )
-    ]
+        jaxpr = fuse_means(jaxpr, backend.place.size, fuses_mean=target.divides)
+    plan = plan_of(
+        jaxpr,
+        backend.place.size,
+        combine=target.combine,
+        overlap=target.overlap if hide else None,
+    )
+    entries: list[Entry] = []
+    for entry in entries_of(plan):
+        source = entry.source or (_jaxcompat.caller_line(),)
+        entries.append(entry._replace(source=source))
     if entries and backend.transport.shared_module(jaxpr) is not None and not outside:
         outside = [*map(_from_outside, constants)]
     control = [
@@ -114,7 +116,7 @@ def analyze(
         *map(Line, outside),
     ]
     fed = _fed(jaxpr, ins, outs, len(captured)) if looks and function.feeds_rows and entries else ()
-    return Analysis(jaxpr, replicated, varies, entries, control, carried, fed)
+    return Analysis(jaxpr, plan, replicated, varies, entries, control, carried, fed)
 
 
 def _fed(

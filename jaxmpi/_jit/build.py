@@ -88,7 +88,7 @@ def build_program(
         f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
         for path, a in zip(ins, avals, strict=True)
     ]
-    found = Analysis(jaxpr, replicated, [False] * len(outs), [], [])
+    found = Analysis(jaxpr, None, replicated, [False] * len(outs), [], [])
     if size > 1:
         backend.transport.check(Refusals(jaxpr, backend.name))
         with collection_paused():
@@ -111,7 +111,13 @@ def build_program(
     stacked = [False] * len(captured) + per_rank
     with collection_paused():
         program, finish = lower.build(
-            found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide
+            found.jaxpr,
+            found.plan,
+            backend,
+            stacked,
+            entries,
+            signature.fingerprint,
+            hide=hide,
         )
 
     def call(leaves: Sequence[Leaf]) -> list[Leaf]:

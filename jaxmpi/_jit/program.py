@@ -18,8 +18,8 @@ from jaxmpi._consistency.mismatch import Call
 from jaxmpi._jit.function import Function, Leaf
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.forgotten_mean import Carried
+from jaxmpi._lowering.plan import Entry
 from jaxmpi._lowering.signature import Signature
-from jaxmpi._lowering.summary import Entry
 
 __all__ = ["Program", "Run", "refuse_nan_search"]
 

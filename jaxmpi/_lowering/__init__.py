@@ -18,15 +18,14 @@ forgotten_mean  train state that starts to differ because a mean was forgotten
 across_elements optimizers that combine several elements of a shard
 
 Plan messages:
-combine         collectives that travel in one message
-piggyback       numbers that share the message of another collective
-ahead           messages that a later call of the program receives
-buckets         messages that overlap with computation
-dependency      values that XLA computes after others
 fuse_mean       a sum, its division and its bf16 conversions as one mean
+constant_sums   sums of numbers that all ranks know, which are not sent
+plan            rounds of a program: local equations, messages, loops; its collectives as entries
+messages        collectives that travel in one message, and those of an earlier call
+overlap         messages that overlap with computation
+dependency      values that XLA computes after others
 
 Explain and compare:
-summary         the collectives of a program, for `explain`
 costs           their bytes and seconds, and the table of `explain`
 control_slice   the computations that control messages, and must be equal on all ranks
 text            equations as text

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jaxmpi import _jaxcompat
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import communicates, kind, kinds
-from jaxmpi._lowering.combine import folded
+from jaxmpi._lowering.constant_sums import constant_sums
 from jaxmpi._lowering.dataflow import Needed, Slice, slice_of
 from jaxmpi._lowering.inner_jaxprs import subjaxprs
 from jaxmpi._lowering.primitives import Op, op_of
@@ -47,7 +47,7 @@ def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Lin
       outputs: which of its outputs are declared replicated.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
-    constant_sums = folded(jaxpr)
+    not_sent = constant_sums(jaxpr)
     loops = [eqn for eqn in inner.eqns if communicates(eqn) and subjaxprs(eqn)]
     lines_inside = [_inside(eqn) for eqn in loops]
     roots: list[Atom] = []
@@ -56,7 +56,7 @@ def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Lin
             roots += eqn.invars
         elif op_of(eqn) is Op.COND:
             roots.append(eqn.invars[0])
-    roots += [eqn.invars[0] for eqn in inner.eqns if id(eqn) in constant_sums]
+    roots += [eqn.invars[0] for eqn in inner.eqns if id(eqn) in not_sent]
     roots += [v for v, declared in zip(inner.outvars, outputs, strict=False) if declared]
     lines = _lines(slice_of(jaxpr, roots, _is_equal_after))
     for inside in lines_inside:
@@ -85,7 +85,7 @@ def _is_equal_after(jaxpr: AnyJaxpr, eqn: JaxprEqn) -> bool:
         op_of(eqn) in (Op.ALLREDUCE, Op.ALL_GATHER)
         and kind(eqn) == "collective"
         and not eqn.params["axis_index_groups"]
-        and id(eqn) not in folded(jaxpr)
+        and id(eqn) not in constant_sums(jaxpr)
     )
 
 

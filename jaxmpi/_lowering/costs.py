@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.within_groups import of_all
-from jaxmpi._lowering.summary import Entry
+from jaxmpi._lowering.plan import Entry
 
 __all__ = ["Cost", "Speed", "cost", "table"]
 
@@ -63,7 +63,7 @@ def table(
 
     Args:
       title: the name of the program.
-      entries: the entries of `summary`.
+      entries: the entries of `plan.entries_of`.
       backend: the ranks.
       seconds: returns the seconds of a cost; without it that column is left out.
     """

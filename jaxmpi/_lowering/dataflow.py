@@ -49,7 +49,8 @@ class Analysis(Generic[Fact]):
     Attributes:
       bottom: the fact of a literal; `join` with it changes nothing.
       join: returns the fact of a value that may be any of these.
-      rules: the facts of results, by operation.
+      rules: the facts of results, by operation. One for calls, loops or branches keeps the
+        propagation out of their jaxprs.
       otherwise: the rule of all other operations. By default each result has the join of all
         operands.
       constants: the fact of an array that the program itself holds; `bottom` by default.
@@ -155,6 +156,10 @@ class _Forward(Generic[Fact]):
         control: Fact,
     ) -> list[Fact]:
         analysis = self._analysis
+        if op in analysis.rules:
+            results = analysis.rules[op](eqn, operands)
+            self._write(eqn, op, operands, references, control)
+            return results
         if op is Op.SCAN:
             results = self._scan(eqn, operands, references, visit, control)
         elif op is Op.WHILE:
@@ -167,12 +172,11 @@ class _Forward(Generic[Fact]):
                 jaxpr, [fact for fact, _ in taken], [held for _, held in taken], visit, control
             )
         else:
-            rule = analysis.rules.get(op, analysis.otherwise)
-            results = (
-                [self._join(operands)] * len(eqn.outvars) if rule is None else rule(eqn, operands)
-            )
-            if any(held is not None for held in references):
-                self._write(eqn, op, operands, references, control)
+            if analysis.otherwise is None:
+                results = [self._join(operands)] * len(eqn.outvars)
+            else:
+                results = analysis.otherwise(eqn, operands)
+            self._write(eqn, op, operands, references, control)
             return results
         return results if analysis.returned is None else analysis.returned(eqn, operands, results)
 
@@ -185,7 +189,7 @@ class _Forward(Generic[Fact]):
         control: Fact,
     ) -> None:
         """Update the contents of the references that an equation may write into."""
-        if op in (Op.GET, Op.FREEZE):
+        if op in (Op.GET, Op.FREEZE) or not any(references):
             return
         # A swap of all elements leaves nothing of what was there.
         overwrites = op is Op.SWAP and eqn.invars[1].aval.shape == eqn.invars[0].aval.shape

@@ -17,17 +17,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxmpi import _jaxcompat
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import kinds
-from jaxmpi._lowering.combine import folded
+from jaxmpi._lowering.constant_sums import constant_sums
 from jaxmpi._lowering.inner_jaxprs import map_subjaxprs
 from jaxmpi._lowering.primitives import Op, op_of, reduction_of
 
-__all__ = ["fold"]
+__all__ = ["fuse_means"]
 
 SHORT = (jnp.bfloat16, jnp.float16)
 J = TypeVar("J", bound=AnyJaxpr)
 
 
-def fold(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
+def fuse_means(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
     """A program with the same results, in which a sum's parameter "op" says that the division by `size` is part of it.
 
     Args:
@@ -38,11 +38,13 @@ def fold(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
     """
     open_jaxpr = _jaxcompat.parts(jaxpr)[0]
     around = _Around(open_jaxpr, size, fuses_mean)
-    what, known = kinds(jaxpr), folded(jaxpr)
+    what, known = kinds(jaxpr), constant_sums(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in open_jaxpr.eqns:
         if what.get(id(eqn)) == "loop":
-            inside = map_subjaxprs(eqn, lambda inner: fold(inner, size, fuses_mean=fuses_mean))
+            inside = map_subjaxprs(
+                eqn, lambda inner: fuse_means(inner, size, fuses_mean=fuses_mean)
+            )
             eqns.append(eqn.replace(params={**eqn.params, **inside}))
         elif (
             what.get(id(eqn)) == "collective"

@@ -27,9 +27,9 @@ from jaxmpi._backends.base import Collective, Target
 from jaxmpi._backends.interface import Lowering, Ranks, Transport
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._lowering.classify import has_collective
+from jaxmpi._lowering.plan import Entry, Plan, plan_of
 from jaxmpi._lowering.replication import may_vary
 from jaxmpi._lowering.rewrite import rewrite
-from jaxmpi._lowering.summary import Entry
 from jaxmpi._lowering.trace import make_jaxpr
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 def build(
     jaxpr: ClosedJaxpr,
+    plan: Plan | None,
     backend: Ranks,
     stacked: Sequence[bool],
     entries: Sequence[Entry],
@@ -57,9 +58,10 @@ def build(
 
     Args:
       jaxpr: of `trace.trace`.
+      plan: of the program, if it was planned for these ranks.
       backend: the ranks.
       stacked: for simulated ranks, which of the arguments each rank has its own of.
-      entries: what it sends.
+      entries: the collectives of the plan.
       fingerprint: what the ranks compare, where the transport does; 0 where there is nothing to.
       hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call
         of a jitted function through Python, at tens of microseconds for each array; but inside of
@@ -68,7 +70,7 @@ def build(
     Returns:
       The program, and what is done to its outputs.
     """
-    return backend.lower(_Ways(jaxpr, stacked, entries, fingerprint, hide))
+    return backend.lower(_Ways(jaxpr, plan, stacked, entries, fingerprint, hide))
 
 
 class _Ways(Lowering[Lowered]):
@@ -77,13 +79,14 @@ class _Ways(Lowering[Lowered]):
     def __init__(
         self,
         jaxpr: ClosedJaxpr,
+        plan: Plan | None,
         stacked: Sequence[bool],
         entries: Sequence[Entry],
         fingerprint: int,
         hide: bool,
     ) -> None:
-        self._jaxpr, self._stacked, self._entries = jaxpr, stacked, entries
-        self._fingerprint, self._hide = fingerprint, hide
+        self._jaxpr, self._plan, self._stacked = jaxpr, plan, stacked
+        self._entries, self._fingerprint, self._hide = entries, fingerprint, hide
 
     def as_it_is(self, target: Target) -> Lowered:
         """Return the program of one rank, whose collectives are `target.run`."""
@@ -92,7 +95,7 @@ class _Ways(Lowering[Lowered]):
     def stacked(self, target: Target) -> Lowered:
         """Return a `vmap` over stacked arrays, whose outputs are stacked where they may differ."""
         differ = may_vary(self._jaxpr, self._stacked)
-        program = _jaxcompat.as_function(rewrite(self._jaxpr, target))
+        program = _jaxcompat.as_function(rewrite(self._plan_for(target), target))
         axes = tuple(0 if own else None for own in self._stacked)
         mapped = jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=target.size)
         return mapped, partial(_marked, [own and target.size > 1 for own in differ])
@@ -112,14 +115,21 @@ class _Ways(Lowering[Lowered]):
         """Return the program with its messages in order, behind a comparison if it needs one."""
         if not has_collective(self._jaxpr):
             return _jaxcompat.as_function(self._jaxpr), list
-        program = rewrite(self._jaxpr, self._numbered(target))
+        program = rewrite(self._plan_for(target), self._numbered(target))
         if compare := self._comparison(transport):
             program = _behind(program, compare, target.size)
         return self._with_effects(program, transport.effects), list
 
     def _rewritten(self, target: Target) -> ClosedJaxpr:
         """Return the program with the collectives of `target`, if it has any."""
-        return rewrite(self._jaxpr, target) if has_collective(self._jaxpr) else self._jaxpr
+        if not has_collective(self._jaxpr):
+            return self._jaxpr
+        return rewrite(self._plan_for(target), target)
+
+    def _plan_for(self, target: Target) -> Plan:
+        if self._plan is None:
+            self._plan = plan_of(self._jaxpr, target.size, combine=target.combine)
+        return self._plan
 
     def _numbered(self, target: Target) -> Target:
         """Return operations whose messages know their program, and their index in it."""

@@ -1,6 +1,6 @@
 """Rewrite a program with the collectives of a backend."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
@@ -11,13 +11,12 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Target
 from jaxmpi._backends.sent_ahead import none
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.ahead import call_of, number_of
-from jaxmpi._lowering.buckets import Bucket, messages_of
-from jaxmpi._lowering.classify import kind, kinds
-from jaxmpi._lowering.combine import Group, schedule
 from jaxmpi._lowering.dependency import inputs_depending_on, token_of
 from jaxmpi._lowering.inner_jaxprs import map_subjaxprs
+from jaxmpi._lowering.messages import Group, call_ahead, number_ahead
 from jaxmpi._lowering.order_loops import Order, in_order
+from jaxmpi._lowering.overlap import Bucket
+from jaxmpi._lowering.plan import Plan
 from jaxmpi._lowering.primitives import is_sum
 from jaxmpi._lowering.trace import Env, make_jaxpr
 from jaxmpi._lowering.translate import translate
@@ -25,29 +24,22 @@ from jaxmpi._lowering.translate import translate
 __all__ = ["rewrite"]
 
 
-def rewrite(jaxpr: AnyJaxpr, target: Target) -> ClosedJaxpr:
-    """Put `target`'s collectives in the place of JAX's in an opened program, round by round."""
+def rewrite(plan: Plan, target: Target) -> ClosedJaxpr:
+    """Put `target`'s collectives in the place of JAX's in a planned program, round by round."""
+    order = Order() if plan.has_loops and not target.keeps_order else None
     return make_jaxpr(
-        lambda *args: _evaluate(jaxpr, target, *args),
+        lambda *args: _rounds(plan, target, order, *args),
         target.size,
-        [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars],
+        [v.aval for v in _jaxcompat.parts(plan.jaxpr)[0].invars],
     )
 
 
-def _evaluate(jaxpr: AnyJaxpr, target: Target, *args: ArrayLike) -> list[ArrayLike]:
-    loops = any(level.loops for level in schedule(jaxpr, target.size, target.combine))
-    return _rounds(jaxpr, target, Order() if loops and not target.keeps_order else None, *args)
-
-
-def _rounds(
-    jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLike
-) -> list[ArrayLike]:
-    read = Env(jaxpr, args)
-    what = kinds(jaxpr)
-    for level in schedule(jaxpr, target.size, target.combine):
-        sent = messages_of(level, jaxpr, target.overlap)
+def _rounds(plan: Plan, target: Target, order: Order | None, *args: ArrayLike) -> list[ArrayLike]:
+    read = Env(plan.jaxpr, args)
+    for each in plan.rounds:
+        sent = each.messages
         after_start = {id(eqn) for eqn in sent.after_start}
-        _compute([eqn for eqn in level.local if id(eqn) not in after_start], what, target, read)
+        _compute([eqn for eqn in each.local if id(eqn) not in after_start], plan, target, read)
         started = [
             _start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)
         ]
@@ -57,48 +49,49 @@ def _rounds(
             with inputs_depending_on(
                 token_of([] if one is None else [one]), sent.after_start, read
             ):
-                _compute(sent.after_start, what, target, read)
+                _compute(sent.after_start, plan, target, read)
         before = sent.before_waits
         for _, arrive in started:
             arrive(before)
             before = []
         for group in sent.at_once:
-            _carry_out(group, target, order, read, number_of(group, jaxpr))
-        for eqn in level.ahead:
+            _carry_out(group, target, order, read, number_ahead(group, plan.jaxpr))
+        for eqn in each.ahead:
             read.write(eqn, [_send_ahead(eqn, target, read(eqn.invars))])
-        for eqn in level.loops:
-            read.write(eqn, _loop(eqn, target, order, read(eqn.invars)))
+        for eqn in each.loops:
+            read.write(eqn, _loop(eqn, plan, target, order, read(eqn.invars)))
     return read.outs()
 
 
-def _compute(eqns: Iterable[JaxprEqn], what: Mapping[int, str], target: Target, read: Env) -> None:
+def _compute(eqns: Iterable[JaxprEqn], plan: Plan, target: Target, read: Env) -> None:
     for eqn in eqns:
         xs = read(eqn.invars)
-        read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
+        is_plain = id(eqn) not in plan.about_ranks
+        read.write(eqn, _jaxcompat.keep(eqn, xs) if is_plain else _local(eqn, plan, target, xs))
 
 
 def _loop(
-    eqn: JaxprEqn, target: Target, order: Order | None, xs: list[ArrayLike]
+    eqn: JaxprEqn, plan: Plan, target: Target, order: Order | None, xs: list[ArrayLike]
 ) -> list[ArrayLike]:
     if order:
-        return order.through(lambda token: in_order(eqn, xs, token, partial(_inside, target)))
-    return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
+        return order.through(lambda token: in_order(eqn, xs, token, partial(_inside, plan, target)))
+    return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda x: rewrite(plan.of(x), target)))
 
 
 def _inside(
-    target: Target, jaxpr: AnyJaxpr, token: jax.Array, *args: ArrayLike
+    plan: Plan, target: Target, jaxpr: AnyJaxpr, token: jax.Array, *args: ArrayLike
 ) -> tuple[jax.Array, list[ArrayLike]]:
     order = Order(token)
-    outs = _rounds(jaxpr, target, order, *args)
+    outs = _rounds(plan.of(jaxpr), target, order, *args)
     return order.token, outs
 
 
-def _local(eqn: JaxprEqn, target: Target, xs: list[ArrayLike]) -> list[ArrayLike]:
-    match kind(eqn):
+def _local(eqn: JaxprEqn, plan: Plan, target: Target, xs: list[ArrayLike]) -> list[ArrayLike]:
+    match plan.about_ranks[id(eqn)]:
         case "index":
             return [target.rank()]
         case "loop":  # that asks for the rank
-            return _loop(eqn, target, None, xs)
+            return _loop(eqn, plan, target, None, xs)
         case _:  # a collective of what all ranks know
             translation = translate(eqn, target.size)
             x = translation.before(xs[0])
@@ -129,11 +122,11 @@ def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[jax.Array]) -> jax.Array
     if (
         target.overlap is None
         or target.overlap.send_ahead is None
-        or not target.overlap.can_start(call_of(eqn))
+        or not target.overlap.can_start(call_ahead(eqn))
     ):
         return none()
     with _jaxcompat.at_source(eqn):
-        return target.overlap.send_ahead(call_of(eqn), xs)
+        return target.overlap.send_ahead(call_ahead(eqn), xs)
 
 
 def _carry_out(

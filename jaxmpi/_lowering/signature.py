@@ -11,7 +11,7 @@ from jaxmpi._consistency.eager_calls import EagerCalls
 from jaxmpi._consistency.mismatch import Call, Details
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.control_slice import Line
-from jaxmpi._lowering.summary import Entry
+from jaxmpi._lowering.plan import Entry
 from jaxmpi._lowering.text import equations
 
 __all__ = ["Signature"]
@@ -41,7 +41,7 @@ class Signature:
 
         Args:
           title: of the program.
-          entries: of `summary`.
+          entries: of `plan.entries_of`.
           decides: of `control_slice`, and the arrays that the function holds where they must be
             equal.
           parameters: of `text.parameters`.

@@ -15,7 +15,7 @@ from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
 from jaxmpi._lowering.primitives import Op, op_of, reduction_of
 from jaxmpi._lowering.refuse import refuse
 
-__all__ = ["Group", "Translation", "translate"]
+__all__ = ["Translation", "translate"]
 
 Array = jax.Array
 
@@ -39,14 +39,6 @@ class Translation(NamedTuple):
     def carried(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
         """Return the operand of the collective for x on this rank."""
         return self.before(x, rank()) if self.needs_rank else self.before(x)
-
-
-class Group(NamedTuple):
-    """Collectives that are one call: the same `call` on the operand of each equation."""
-
-    call: Collective
-    eqns: list[JaxprEqn]
-    translations: list[Translation]
 
 
 def translate(eqn: JaxprEqn, size: int) -> Translation:

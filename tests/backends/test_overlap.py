@@ -17,8 +17,7 @@ from test_native import run
 import jaxmpi
 from jaxmpi._backends.base import Overlap
 from jaxmpi._job.tools import timeline
-from jaxmpi._lowering.buckets import messages_of
-from jaxmpi._lowering.combine import schedule
+from jaxmpi._lowering.plan import plan_of
 from jaxmpi._lowering.trace import opened
 
 pytestmark = pytest.mark.skipif(
@@ -443,8 +442,8 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
 def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
-    levels = [level for level in schedule(jaxpr, 2, True) if level.groups]
-    return [messages_of(level, jaxpr, overlap) for level in levels]
+    rounds = plan_of(jaxpr, 2, overlap=overlap).rounds
+    return [each.messages for each in rounds if each.messages.groups]
 
 
 def sent(f, *args, **sizes):

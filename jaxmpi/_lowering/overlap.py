@@ -1,4 +1,4 @@
-"""Buckets: the messages of a round that travel while the program computes.
+"""Overlap: the messages of a round that travel while the program computes.
 
 A message is started when its arrays are there, and waited for at the end of the round. It is worth
 that where the program has something to compute meanwhile, which these arrays do not need: for the
@@ -19,9 +19,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.ahead import number_of
-from jaxmpi._lowering.combine import Group, Level
 from jaxmpi._lowering.inner_jaxprs import subjaxprs
+from jaxmpi._lowering.messages import Group, number_ahead
 from jaxmpi._lowering.primitives import Trait, has
 
 __all__ = ["Bucket", "Messages", "messages_of"]
@@ -78,32 +77,35 @@ class _Beside(NamedTuple):
     eqns: list[JaxprEqn]  # the last one first
 
 
-def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messages:
-    """Return the messages of the groups of a round.
+def messages_of(
+    groups: list[Group], local: list[JaxprEqn], jaxpr: AnyJaxpr, overlap: Overlap | None
+) -> Messages:
+    """Return the messages of a round.
 
     Args:
-      level: the round.
-      jaxpr: the program that it is of.
-      overlap: of the backend; None where all messages are carried out at once.
+      groups: its collectives.
+      local: its local equations, which come first.
+      jaxpr: the program that the round is of.
+      overlap: of the transport; None where all messages are carried out at once.
     """
-    carried = [
-        g
-        for g in level.groups
-        if overlap and overlap.can_start(g.call) and number_of(g, jaxpr) is None
-    ]
-    if overlap is None or not carried:
-        return Messages([], -1, level.groups, [], [])
-    ready = _ready(level.local)
-    cut = [bucket for group in carried for bucket in _cut(group, ready, overlap)]
-    started = sorted(cut, key=lambda bucket: bucket.ready)
+    can_start: list[Group] = []
+    for group in groups:
+        if overlap and overlap.can_start(group.call) and number_ahead(group, jaxpr) is None:
+            can_start.append(group)
+    if overlap is None or not can_start:
+        return Messages([], -1, groups, [], [])
+    ready = _ready(local)
+    buckets: list[Bucket] = []
+    for group in can_start:
+        buckets += _cut(group, ready, overlap)
+    started = sorted(buckets, key=lambda bucket: bucket.ready)
     takers = _takers(jaxpr)
-    if not _beside(level.local, started[:1], takers, overlap).is_worth_it:
-        return Messages([], -1, level.groups, [], [])
-    at_once = [group for group in level.groups if not any(group is other for other in carried)]
-    busy_until = max(
-        (i for i, eqn in enumerate(level.local) if _takes_time(eqn)), default=len(level.local)
-    )
-    beside = _beside(level.local, started, takers, overlap)
+    if not _beside(local, started[:1], takers, overlap).is_worth_it:
+        return Messages([], -1, groups, [], [])
+    at_once = [group for group in groups if not any(group is other for other in can_start)]
+    takes_time = [i for i, eqn in enumerate(local) if _takes_time(eqn)]
+    busy_until = max(takes_time, default=len(local))
+    beside = _beside(local, started, takers, overlap)
     return Messages(started, busy_until, at_once, beside.values, _making(beside))
 
 
