@@ -8,7 +8,7 @@ from jaxmpi._collectives.throughput import measured_speed
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.costs import Cost, cost, table
+from jaxmpi._lowering.explain import Cost, cost, table
 from jaxmpi._lowering.plan import Entry
 from jaxmpi._world import session
 

@@ -13,6 +13,7 @@ from jaxmpi._backends.interface import Processes, Ranks, Transport
 PACKAGE = Path(jaxmpi.__file__).parent
 FOUNDATION = {
     "_axis",
+    "_barriers",
     "_marks",
     "_errors",
     "_leaves",
@@ -23,8 +24,8 @@ FOUNDATION = {
     "_data",
 }
 FOLDERS = [
-    *("_backends", "_consistency", "_lowering", "_job.monitor", "_world", "_jit", "_collectives"),
-    *("_optim", "_nn", "_checkpoint", "_job.launch", "_job.tools"),
+    *("_backends", "_consistency", "_analysis", "_lowering", "_job.monitor", "_world", "_jit"),
+    *("_collectives", "_optim", "_nn", "_checkpoint", "_job.launch", "_job.tools"),
 ]
 PUBLIC = {
     "data",

@@ -15,7 +15,7 @@ from jaxmpi._collectives.objects import agreed, barrier
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import jit
 from jaxmpi._job.process import run_dir
-from jaxmpi._lowering.costs import Speed
+from jaxmpi._lowering.explain import Speed
 from jaxmpi._world import session
 
 __all__ = ["Rate", "Throughput", "measured_speed"]

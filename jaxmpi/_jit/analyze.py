@@ -16,20 +16,20 @@ from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import communicates
+from jaxmpi._analysis.control_slice import Line, control_equations
+from jaxmpi._analysis.forgotten_mean import Carried, pairs
+from jaxmpi._analysis.inner_jaxprs import constants as constants_of
+from jaxmpi._analysis.inner_jaxprs import equations
+from jaxmpi._analysis.primitives import Op, op_of
+from jaxmpi._analysis.replication import varying
+from jaxmpi._analysis.shards import check_shards
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
 from jaxmpi._leaves import leaf_name, output_name
-from jaxmpi._lowering.across_elements import check_shards
-from jaxmpi._lowering.classify import communicates
-from jaxmpi._lowering.control_slice import Line, control_equations
-from jaxmpi._lowering.forgotten_mean import Carried, pairs
-from jaxmpi._lowering.fuse_mean import fuse_means
-from jaxmpi._lowering.inner_jaxprs import constants as constants_of
-from jaxmpi._lowering.inner_jaxprs import equations
+from jaxmpi._lowering.means import fuse_means
 from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
-from jaxmpi._lowering.primitives import Op, op_of
-from jaxmpi._lowering.replication import varying
 from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
 
 __all__ = ["Analysis", "analyze", "paths_of"]

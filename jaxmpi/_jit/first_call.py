@@ -9,6 +9,7 @@ at different times, or one alone.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from jaxmpi._analysis.forgotten_mean import Carried
 from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import check_consistent, has_run, note_run
@@ -16,7 +17,6 @@ from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Program
-from jaxmpi._lowering.forgotten_mean import Carried
 from jaxmpi._world import session
 
 __all__ = ["compare"]

@@ -17,7 +17,7 @@ from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, refuse_nan_search
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.costs import table
+from jaxmpi._lowering.explain import table
 from jaxmpi._lowering.refuse import explained
 from jaxmpi._lowering.trace import is_local
 

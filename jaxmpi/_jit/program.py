@@ -14,10 +14,10 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.forgotten_mean import Carried
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._jit.function import Function, Leaf
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.forgotten_mean import Carried
 from jaxmpi._lowering.plan import Entry
 from jaxmpi._lowering.signature import Signature
 

@@ -32,10 +32,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.inner_jaxprs import map_subjaxprs, subjaxprs
+from jaxmpi._analysis.primitives import Op, Trait, has, op_of
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import widest
-from jaxmpi._lowering.inner_jaxprs import map_subjaxprs, subjaxprs
-from jaxmpi._lowering.primitives import Op, Trait, has, op_of
 
 __all__ = ["apply_exactly", "has_updates", "is_update", "update_to"]
 
@@ -100,7 +100,9 @@ def update_to(x: ArrayLike, to: ArrayLike, known: ArrayLike | None = None) -> ja
 
 
 def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
-    """Return the program with x + u replaced by q wherever u is that of `update_to(x, q)`, in loops and branches, too.
+    """Return the program with x + u replaced by q wherever u is that of `update_to(x, q)`.
+
+    Loops and branches are edited, too.
 
     The sum and the update are on one level, or u comes to the sum through `cond`s and `where`s:
     `trace` has opened the calls of inner functions.
@@ -159,7 +161,7 @@ class _Edited:
         ]
 
     def exact_sum(self, add: JaxprEqn) -> Atom | None:
-        """Return the value of a sum of x and an update of `update_to(x, value)`; None for all other sums."""
+        """Return the value that a sum of x and an update of `update_to(x, value)` has, or None."""
         for x, u in (add.invars, add.invars[::-1]):
             # q has the shape and dtype of x: a sum that is broadcast or promoted is another value
             if u.aval.dtype == x.aval.dtype and u.aval.shape == add.outvars[0].aval.shape:
@@ -169,7 +171,7 @@ class _Edited:
         return None
 
     def _total(self, add: JaxprEqn, x: Atom, u: Atom) -> Atom | None:
-        """Return x + u if u leads to a given value, on this level, or through a `select_n` or a `cond`."""
+        """Return x + u if u leads to a given value, here or through a `select_n` or a `cond`."""
         if isinstance(x, Literal) or isinstance(u, Literal):
             return None
         u = _origin(u, self._made_by)
@@ -186,7 +188,7 @@ class _Edited:
         return None
 
     def _selected(self, add: JaxprEqn, x: Var, select: JaxprEqn) -> Atom | None:
-        """Return x + select_n(p, 0, u) as select_n(p, x, q), where u is that of `update_to(x, q)`."""
+        """Return x + select_n(p, 0, u) as select_n(p, x, q), for u = `update_to(x, q)`."""
         predicate, *cases = select.invars
         # x + 0 is x, but for the sign of a zero, which no rank sees
         totals = [x if self._is_zero(case) else self._total(add, x, case) for case in cases]
@@ -197,7 +199,10 @@ class _Edited:
         return total
 
     def _from_branches(self, add: JaxprEqn, x: Var, u: Var, cond: JaxprEqn) -> Atom | None:
-        """Return x + u as another output of the `cond` that u comes from, if a branch makes it an update of x."""
+        """Return x + u as another output of the `cond` that makes u.
+
+        It is None if no branch makes u an update of x.
+        """
         position = self._index[u]
         operand = next(
             (
@@ -248,7 +253,10 @@ class _Edited:
 
 
 def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
-    """Return the variable whose value v has, before identities and conversions to floats of as many bits or more."""
+    """Return the variable whose value v has.
+
+    It stands before identities, and conversions to floats of as many bits or more.
+    """
     while (eqn := made_by.get(v)) is not None:
         if not has(eqn, Trait.IDENTITY) and not (op_of(eqn) is Op.CONVERT and _loses_nothing(eqn)):
             break

@@ -22,13 +22,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import has_collective
+from jaxmpi._analysis.replication import may_vary
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective, Target
 from jaxmpi._backends.interface import Lowering, Ranks, Transport
 from jaxmpi._backends.one_process import PerRank
-from jaxmpi._lowering.classify import has_collective
 from jaxmpi._lowering.plan import Entry, Plan, plan_of
-from jaxmpi._lowering.replication import may_vary
 from jaxmpi._lowering.rewrite import rewrite
 from jaxmpi._lowering.trace import make_jaxpr
 

@@ -16,14 +16,13 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import communicates, kind, kinds, other_effects
+from jaxmpi._analysis.constant_sums import constant_sums
+from jaxmpi._analysis.inner_jaxprs import subjaxprs
+from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import communicates, kind, kinds, other_effects
-from jaxmpi._lowering.constant_sums import constant_sums
-from jaxmpi._lowering.inner_jaxprs import subjaxprs
-from jaxmpi._lowering.messages import Group, groups_of
-from jaxmpi._lowering.overlap import Messages, messages_of
-from jaxmpi._lowering.primitives import Op, op_of
+from jaxmpi._lowering.messages import Group, Messages, groups_of, messages_of
 
 __all__ = ["Entry", "Plan", "Round", "entries_of", "plan_of"]
 
@@ -80,7 +79,7 @@ def plan_of(
     A collective is carried out whether its result is used or not: another rank may use it.
 
     Args:
-      jaxpr: of `trace.prepared`, after `fuse_mean.fuse_means` where the program is final.
+      jaxpr: of `trace.prepared`, after `means.fuse_means` where the program is final.
       size: the number of ranks.
       combine: False where every collective is to stay a call of its own.
       overlap: of the transport; None where all messages are carried out at once.

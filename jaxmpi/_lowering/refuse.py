@@ -10,19 +10,19 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import AXIS
-from jaxmpi._backends.interface import Limits
-from jaxmpi._errors import RankCountError
-from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.inner_jaxprs import equations, line, subjaxprs
-from jaxmpi._lowering.primitives import (
+from jaxmpi._analysis.inner_jaxprs import equations, line, subjaxprs
+from jaxmpi._analysis.primitives import (
     Op,
     Properties,
     function_of,
     op_of,
     properties_of_function,
 )
+from jaxmpi._axis import AXIS
+from jaxmpi._backends.interface import Limits
+from jaxmpi._errors import RankCountError
+from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._leaves import PyTree
 
 __all__ = [
     "Refusals",
@@ -152,8 +152,8 @@ def _refuse_dtype(where: Callable[[], str], name: str, dtype: np.dtype) -> None:
     known = properties_of_function(name)
     if known.reduction and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"{where()} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which "
-            "move them."
+            f"{where()} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, "
+            "which move them."
         )
     if known.op is Op.REDUCE_SCATTER and dtype == jnp.bool_:
         raise TypeError(
@@ -162,7 +162,7 @@ def _refuse_dtype(where: Callable[[], str], name: str, dtype: np.dtype) -> None:
 
 
 def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
-    """Raise a ValueError unless the pairs of a ppermute are a permutation of some of `size` ranks."""
+    """Raise a ValueError unless the pairs of a ppermute permute some of `size` ranks."""
     pairs = eqn.params["perm"]
     for side in zip(*pairs, strict=True):
         if len(set(side)) < len(side) or not all(0 <= rank < size for rank in side):

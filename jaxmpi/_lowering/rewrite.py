@@ -8,18 +8,17 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.inner_jaxprs import map_subjaxprs
+from jaxmpi._analysis.primitives import is_sum
 from jaxmpi._backends.base import Target
 from jaxmpi._backends.sent_ahead import none
+from jaxmpi._barriers import inputs_depending_on, token_of
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.dependency import inputs_depending_on, token_of
-from jaxmpi._lowering.inner_jaxprs import map_subjaxprs
-from jaxmpi._lowering.messages import Group, call_ahead, number_ahead
-from jaxmpi._lowering.order_loops import Order, in_order
-from jaxmpi._lowering.overlap import Bucket
+from jaxmpi._lowering.collectives import translate
+from jaxmpi._lowering.loops import Order, in_order
+from jaxmpi._lowering.messages import Bucket, Group, call_ahead, number_ahead
 from jaxmpi._lowering.plan import Plan
-from jaxmpi._lowering.primitives import is_sum
 from jaxmpi._lowering.trace import Env, make_jaxpr
-from jaxmpi._lowering.translate import translate
 
 __all__ = ["rewrite"]
 
@@ -47,7 +46,7 @@ def _rounds(plan: Plan, target: Target, order: Order | None, *args: ArrayLike) -
             # of all, n arrays would take n² operations to compile
             one = next((x for x in started[0][0] if x.size), None)
             with inputs_depending_on(
-                token_of([] if one is None else [one]), sent.after_start, read
+                token_of([] if one is None else [one]), sent.after_start, read.values
             ):
                 _compute(sent.after_start, plan, target, read)
         before = sent.before_waits
@@ -101,7 +100,11 @@ def _local(eqn: JaxprEqn, plan: Plan, target: Target, xs: list[ArrayLike]) -> li
 def _start(
     bucket: Bucket, target: Target, read: Env, *, first: bool
 ) -> tuple[Sequence[jax.Array], Callable[[list[Var]], None]]:
-    """Start a message, and return its arrays, in place, and the function that waits for it, behind variables of the program."""
+    """Start a message.
+
+    Returns:
+      Its arrays, in place, and a function that waits for it after variables of the program.
+    """
     overlap = target.overlap
     assert overlap is not None  # or nothing would be started
     group = bucket.group
@@ -132,7 +135,10 @@ def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[jax.Array]) -> jax.Array
 def _carry_out(
     group: Group, target: Target, order: Order | None, read: Env, number: Var | None
 ) -> None:
-    """Carry out a message, or take what it has brought if it was sent ahead: under a number, which is a variable."""
+    """Carry out a message, or take its results if it was sent ahead.
+
+    `number` is the variable with the number under which it was sent.
+    """
     with _jaxcompat.at_source(group.eqns[0]):
         same, operands = _operands(group, range(len(group.eqns)), target, read)
         if (

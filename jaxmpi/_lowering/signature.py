@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from jax.stages import Lowered
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.control_slice import Line
+from jaxmpi._analysis.text import equations
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._consistency.eager_calls import EagerCalls
 from jaxmpi._consistency.mismatch import Call, Details
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.control_slice import Line
 from jaxmpi._lowering.plan import Entry
-from jaxmpi._lowering.text import equations
 
 __all__ = ["Signature"]
 
@@ -77,7 +77,7 @@ class Signature:
         return self.statement.fingerprint if self.statement else 0
 
     def lowered_to(self, lowered: Lowered, jaxpr: AnyJaxpr) -> None:
-        """Have the ranks compare the module, a `jax.stages.Lowered`, of this program; source lines don't count.
+        """Have the ranks compare the module of this program, without its source lines.
 
         Its large constants are compared as arrays that the function holds.
         """
@@ -91,7 +91,7 @@ class Signature:
             )
 
     def of_call(self, numbers: Sequence[str]) -> Call:
-        """The statement with numbers that the program was called with, of those that must be equal."""
+        """Return the facts to compare for a call with these numbers, which must be equal."""
         statement = self.statement
         assert statement is not None
         program = statement.fingerprint
@@ -122,7 +122,7 @@ class Signature:
         )
 
     def _gathered(self) -> list[str]:
-        """All collectives with the numbers of axes of their arrays, and not their lengths, if one of them gathers; or none."""
+        """Return all collectives with dtypes and numbers of axes, if one of them gathers."""
         if not any(entry.call.kind == "allgather" for entry in self._entries):
             return []
         return [

@@ -10,17 +10,17 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, has_collective, kind
+from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs
+from jaxmpi._analysis.primitives import op_of, properties
+from jaxmpi._analysis.text import is_note, parameters
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._job.process.garbage import collection_paused
-from jaxmpi._lowering import named_axes
-from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import BRANCHES_AND_LOOPS, has_collective, kind
+from jaxmpi._lowering.collectives import broadcast, coordinate, has_groups, over_all_ranks
 from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
-from jaxmpi._lowering.inner_jaxprs import callee, map_subjaxprs, subjaxprs
-from jaxmpi._lowering.primitives import op_of, properties
+from jaxmpi._lowering.loops import batched_predicate, with_scalar_predicate
 from jaxmpi._lowering.refuse import explained, refuse_meshes
-from jaxmpi._lowering.text import is_note, parameters
 
 __all__ = ["Env", "evaluate", "is_local", "make_jaxpr", "opened", "prepared", "trace"]
 
@@ -30,7 +30,7 @@ Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # of an argument
 def trace(
     function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]
 ) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
-    """Trace a function of flat arrays with the axes bound, and open the calls that contain a collective.
+    """Trace a function of flat arrays with the axes bound, and open calls with a collective.
 
     Args:
       function: of arrays like `avals`.
@@ -85,7 +85,10 @@ def _make_jaxpr(
 
 
 def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> ClosedJaxpr:
-    """Return the program over AXIS alone, without calls around collectives; `jits` as in `_open`."""
+    """Return the program over AXIS alone, without calls around collectives.
+
+    `jits` is as in `_open`.
+    """
     avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
     return make_jaxpr(lambda *args: _open(jaxpr, axes, *args, jits=jits), axes[AXIS], avals)
 
@@ -114,12 +117,12 @@ def is_local(jaxpr: ClosedJaxpr) -> bool:
 
 @_jaxcompat.kept_with_jaxpr
 def _needs_opening(jaxpr: AnyJaxpr) -> bool:
-    """Return whether a call with a collective, a broadcast or a note is left to open, in loops too."""
+    """Return whether a call with a collective, a broadcast or a note is left to open."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         what = kind(eqn)
         if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
             return True
-        if what in ("index", "collective", "ahead") and named_axes.has_groups(eqn):
+        if what in ("index", "collective", "ahead") and has_groups(eqn):
             return True
         if what == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
             return True
@@ -129,9 +132,10 @@ def _needs_opening(jaxpr: AnyJaxpr) -> bool:
 def _open(
     jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool = False
 ) -> list[ArrayLike]:
-    """Evaluate a program without its calls; `jits` opens those of `jax.jit` without a collective, too.
+    """Evaluate a program without the calls that contain a collective.
 
-    `apply_exactly` needs that: it finds a sum and its update where they are on one level.
+    With `jits`, those of `jax.jit` without a collective are opened, too: `apply_exactly` needs
+    that, which finds a sum and its update where they are on one level.
     """
 
     def step(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[ArrayLike]:
@@ -150,12 +154,12 @@ def _open(
                 return _jaxcompat.bind(eqn, xs, **inside)
             case "bcast":
                 with _jaxcompat.at_source(eqn):
-                    return [named_axes.broadcast(eqn, xs[0], axes)]
-            case "index" if named_axes.has_groups(eqn):
+                    return [broadcast(eqn, xs[0], axes)]
+            case "index" if has_groups(eqn):
                 with _jaxcompat.at_source(eqn):
-                    return [named_axes.index(eqn, axes)]
-            case "collective" | "ahead" if named_axes.has_groups(eqn):
-                return named_axes.collective(eqn, xs, axes)
+                    return [coordinate(eqn, axes)]
+            case "collective" | "ahead" if has_groups(eqn):
+                return over_all_ranks(eqn, xs, axes)
             case "" if jits and _is_jit(eqn) and not is_update(eqn):
                 with _jaxcompat.at_source(eqn):
                     return _open(eqn.params["jaxpr"], axes, *xs, jits=jits)
@@ -189,7 +193,7 @@ class Env:
         return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
 
     def outs(self) -> list[ArrayLike]:
-        """The outputs; a literal of the jaxpr has lost its weak type, which the outputs are to keep."""
+        """Return the outputs, with the weak types that literals of the jaxpr have lost."""
         outs = self(self.outvars)
         weak = [
             not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars

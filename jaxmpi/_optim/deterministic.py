@@ -29,15 +29,15 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, communicates
+from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs
+from jaxmpi._analysis.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
-from jaxmpi._lowering.classify import BRANCHES_AND_LOOPS, communicates
-from jaxmpi._lowering.inner_jaxprs import callee, map_subjaxprs, subjaxprs
-from jaxmpi._lowering.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._lowering.trace import evaluate
 from jaxmpi._marks import with_parameters
 from jaxmpi._optim.float_leaves import map_floats, wide

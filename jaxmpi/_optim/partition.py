@@ -26,11 +26,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.inner_jaxprs import callee
+from jaxmpi._analysis.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.inner_jaxprs import callee
-from jaxmpi._lowering.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._marks import Equal, equal_on_all_ranks, mark_of
 from jaxmpi._optim.sharded_array import (
     Shard,

@@ -21,7 +21,7 @@ from jaxmpi._job.monitor.live import Live
 from jaxmpi._job.monitor.monitor import Monitor
 from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._job.monitor.watchdog import Watchdog
-from jaxmpi._lowering.costs import Speed
+from jaxmpi._lowering.explain import Speed
 from jaxmpi._world.world import World
 
 __all__ = [

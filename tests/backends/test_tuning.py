@@ -10,7 +10,7 @@ from test_native import run
 
 from jaxmpi._backends import tuning
 from jaxmpi._backends.tuning import Network
-from jaxmpi._lowering.costs import Cost, Speed
+from jaxmpi._lowering.explain import Cost, Speed
 
 ROOM = 1 << 30
 tuned = partial(tuning.tuned, piece_bytes=60 << 10)

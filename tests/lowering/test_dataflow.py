@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi._lowering.control_slice import control_equations
-from jaxmpi._lowering.dataflow import Analysis, propagate, slice_of
-from jaxmpi._lowering.primitives import Op
+from jaxmpi._analysis.control_slice import control_equations
+from jaxmpi._analysis.dataflow import Analysis, propagate, slice_of
+from jaxmpi._analysis.primitives import Op
 from jaxmpi._lowering.trace import trace
 from jaxmpi.testing import run_ranks
 

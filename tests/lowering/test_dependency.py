@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._backends.base import Overlap, Started, Target
-from jaxmpi._lowering.dependency import depending_on, token_of
+from jaxmpi._barriers import depending_on, token_of
 from jaxmpi._lowering.rewrite import rewrite
 from jaxmpi._lowering.trace import opened
 

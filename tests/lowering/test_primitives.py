@@ -11,10 +11,10 @@ from jax._src import core
 from jax._src.interpreters import partial_eval
 
 import jaxmpi
-from jaxmpi._lowering.primitives import PRIMITIVES, Op, Trait, has, op_of, properties
+from jaxmpi._analysis.primitives import PRIMITIVES, Op, Trait, has, op_of, properties
 
 PACKAGE = Path(jaxmpi.__file__).parent
-TABLE = PACKAGE / "_lowering" / "primitives.py"
+TABLE = PACKAGE / "_analysis" / "primitives.py"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != TABLE)
 # Names that are words of other things, too: operations, parameters, functions of jaxmpi.
 WORDS = {"add", "call", "copy", "get", "jit", "name", "reduce_scatter", "sub"}

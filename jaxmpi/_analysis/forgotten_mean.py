@@ -14,12 +14,12 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.dataflow import Analysis, propagate
+from jaxmpi._analysis.primitives import Op, Trait, has
+from jaxmpi._analysis.replication import may_vary
+from jaxmpi._analysis.text import Text
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import leaf_name
-from jaxmpi._lowering.dataflow import Analysis, propagate
-from jaxmpi._lowering.primitives import Op, Trait, has
-from jaxmpi._lowering.replication import may_vary
-from jaxmpi._lowering.text import Text
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["Carried", "pairs"]

@@ -7,8 +7,8 @@ from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.primitives import Op, properties
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.primitives import Op, properties
 
 __all__ = ["callee", "constants", "equations", "line", "map_subjaxprs", "state_start", "subjaxprs"]
 

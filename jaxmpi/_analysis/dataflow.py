@@ -26,9 +26,9 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.inner_jaxprs import callee, state_start, subjaxprs
+from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.inner_jaxprs import callee, state_start, subjaxprs
-from jaxmpi._lowering.primitives import Op, op_of
 
 __all__ = ["Analysis", "Needed", "Slice", "propagate", "slice_of"]
 

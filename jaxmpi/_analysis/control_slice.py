@@ -17,13 +17,13 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import communicates, kind, kinds
+from jaxmpi._analysis.constant_sums import constant_sums
+from jaxmpi._analysis.dataflow import Needed, Slice, slice_of
+from jaxmpi._analysis.inner_jaxprs import subjaxprs
+from jaxmpi._analysis.primitives import Op, op_of
+from jaxmpi._analysis.text import Text
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import communicates, kind, kinds
-from jaxmpi._lowering.constant_sums import constant_sums
-from jaxmpi._lowering.dataflow import Needed, Slice, slice_of
-from jaxmpi._lowering.inner_jaxprs import subjaxprs
-from jaxmpi._lowering.primitives import Op, op_of
-from jaxmpi._lowering.text import Text
 
 __all__ = ["Line", "control_equations"]
 

@@ -1,7 +1,7 @@
-"""Data dependencies that change no numbers: by them XLA computes values after others. On CPUs it keeps no other order.
+"""Data dependencies that change no numbers, by which XLA computes values after others.
 
-XLA sees that the values depend on the others. LLVM, which compiles what XLA has fused with them,
-sees that nothing changes, and leaves it out.
+On CPUs, XLA keeps no other order. It sees that the values depend on the others. LLVM, which
+compiles what XLA has fused with them, sees that nothing changes, and leaves the dependency out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,13 +13,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from jaxmpi._lowering.trace import Env
-
 __all__ = ["depending_on", "inputs_depending_on", "token_of"]
 
 
 def token_of(before: Iterable[jax.Array], token: ArrayLike = 0) -> jax.Array:
-    """An int32 of any value, ready once these arrays and an older token are."""
+    """Return an int32 of any value that is ready once these arrays and an older token are."""
     return sum((_one_number(x) for x in before if x.size), jnp.int32(token))
 
 
@@ -30,18 +28,21 @@ def depending_on(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
 
 
 @contextmanager
-def inputs_depending_on(token: jax.Array, eqns: Sequence[JaxprEqn], read: Env) -> Iterator[None]:
-    """Within this, the values that these equations take from others are ready once a token is."""
+def inputs_depending_on(
+    token: jax.Array, eqns: Sequence[JaxprEqn], values: dict[Var, ArrayLike]
+) -> Iterator[None]:
+    """Make the values that equations take from others available only once a token is.
+
+    Args:
+      token: the token.
+      eqns: the equations.
+      values: of the program's variables; changed within the block.
+    """
     made = {v for eqn in eqns for v in eqn.outvars}
-    own = {
-        v: read.values[v]
-        for eqn in eqns
-        for v in eqn.invars
-        if isinstance(v, Var) and v not in made
-    }
-    read.values.update(zip(own, depending_on(token, [*own.values()]), strict=True))
+    own = {v: values[v] for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made}
+    values.update(zip(own, depending_on(token, [*own.values()]), strict=True))
     yield
-    read.values.update(own)
+    values.update(own)
 
 
 def _one_number(y: jax.Array) -> jax.Array:

@@ -7,8 +7,8 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.inner_jaxprs import subjaxprs
 from jaxmpi._marks import Parameters, mark_of
 
 __all__ = ["Text", "equations", "is_note", "parameters"]
@@ -87,7 +87,10 @@ def is_note(eqn: JaxprEqn) -> bool:
 
 
 def _is_plain(name: str, value: object, shapes: bool) -> bool:
-    """Return whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
+    """Return whether a parameter is shown: numbers and text.
+
+    With `shapes` it is anything but objects of Python, such as functions.
+    """
     if name in SIZES or not shapes:
         return isinstance(value, bool | int | float | str) and name not in SIZES
     return value is not None and not hasattr(value, "eqns") and " at 0x" not in repr(value)

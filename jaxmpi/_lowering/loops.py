@@ -1,25 +1,85 @@
-"""Loops that communicate, in one order with the other collectives on every rank: XLA on CPUs keeps none between them.
+"""Loops that communicate: with one predicate for all lanes of a `vmap`, and in one order.
 
-XLA's executor for CPUs starts a collective once the loop before it has started, whether that has
-sent its messages or not, unless it reads what the loop computes (jaxlib 0.10 to 0.12: collectives
-are ordered by "scheduling edges", and a loop that waits for its own kernels counts as scheduled).
-Which of the two sends first is then a matter of time, on each rank for itself, and gloo, which
-tells messages apart by their order, waits for ever or takes one for the other. So a loop reads a
-number of the collectives before it, and hands one on to those after it.
+**Lanes.** `vmap` gives a `while_loop` a predicate with a value for each lane. JAX keeps the state
+of the lanes that are done when it lowers the loop, but not where the condition has ordered effects,
+as messages are (jax 0.10 to 0.12). So the loop is written out with a scalar predicate
+(`with_scalar_predicate`) before it gets there, which the order needs, too.
+
+**Order.** XLA's executor for CPUs starts a collective once the loop before it has started, whether
+that has sent its messages or not, unless it reads what the loop computes (jaxlib 0.10 to 0.12:
+collectives are ordered by "scheduling edges", and a loop that waits for its own kernels counts as
+scheduled). Which of the two sends first is then a matter of time, on each rank for itself. gloo
+tells messages apart by their order, and waits for ever or takes one for the other. So a loop reads
+a number of the collectives before it, and hands one on to those after it (`Order`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._lowering.dependency import depending_on, token_of
-from jaxmpi._lowering.primitives import Op, op_of
+from jaxmpi._analysis.classify import has_collective
+from jaxmpi._analysis.primitives import Op, op_of
+from jaxmpi._barriers import depending_on, token_of
 
-__all__ = ["Order", "in_order"]
+__all__ = ["Order", "batched_predicate", "in_order", "with_scalar_predicate"]
+
+
+# Lanes
+
+
+Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # the predicate alone, and the state
+
+
+def batched_predicate(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a communicating while_loop with a predicate for each lane."""
+    if op_of(eqn) is not Op.WHILE:
+        return False
+    inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])
+    return bool(inner.outvars[0].aval.shape) and any(
+        map(has_collective, (inner, eqn.params["body_jaxpr"]))
+    )
+
+
+def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) -> list[jax.Array]:
+    """Carry out a while_loop of these parameters until all lanes are done.
+
+    A lane that is done keeps its state.
+    """
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, state = (
+        xs[:of_cond],
+        xs[of_cond : of_cond + of_body],
+        xs[of_cond + of_body :],
+    )
+    cond, body = (
+        _jaxcompat.as_function(params["cond_jaxpr"]),
+        _jaxcompat.as_function(params["body_jaxpr"]),
+    )
+
+    def turn(carry: Carry) -> Carry:
+        (on,), before = carry
+        after = [_where(on, y, x) for x, y in zip(before, body(*body_consts, *before), strict=True)]
+        return cond(*cond_consts, *after), after
+
+    _, outs = lax.while_loop(
+        lambda carry: jnp.any(carry[0][0]), turn, (cond(*cond_consts, *state), list(state))
+    )
+    return outs
+
+
+def _where(on: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return `x` in the lanes that are on, else `y`; the lanes are the first axes."""
+    return lax.select(lax.broadcast_in_dim(on, x.shape, tuple(range(on.ndim))), x, y)
+
+
+# Order
+
 
 # of a jaxpr, a token and arguments: a token that is ready after it
 Evaluate = Callable[..., tuple[jax.Array, list[ArrayLike]]]
@@ -37,24 +97,24 @@ class Order:
         self._received: list[jax.Array] = []  # since the last loop
 
     def after(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """The operands of a collective, the same numbers, ready once the last loop has ended."""
+        """Return the operands of a collective, available once the last loop has ended."""
         return list(xs) if self._token is None else depending_on(self._token, xs)
 
     def received(self, outs: Sequence[jax.Array]) -> None:
-        """Count these in, the results of a collective."""
+        """Record the results of a collective, which the next loop waits for."""
         self._received += outs
 
     def through(
         self, loop: Callable[[jax.Array], tuple[jax.Array, list[ArrayLike]]]
     ) -> list[ArrayLike]:
-        """The outputs of a loop, which is given a token and returns one."""
+        """Return the outputs of a loop, which gets a token and returns one."""
         self._token, outs = loop(self.token)
         self._received = []
         return outs
 
     @property
     def token(self) -> jax.Array:
-        """Ready once everything so far has ended."""
+        """Return a token that is ready once everything so far has ended."""
         return token_of(self._received, 0 if self._token is None else self._token)
 
 

@@ -336,7 +336,7 @@ def op_of(eqn: JaxprEqn) -> Op:
 
 
 def reduction_of(eqn: JaxprEqn) -> str:
-    """Return "sum", "max", "min" or "prod" for a reduction over ranks or elements; "" for others."""
+    """Return the operation of a reduction over ranks or elements; "" for anything else."""
     return properties(eqn.primitive.name).reduction
 
 

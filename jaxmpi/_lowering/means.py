@@ -1,4 +1,4 @@
-"""Means as one collective: of short floats everywhere, of all floats for transports that divide on the way.
+"""Means as one collective: of short floats everywhere, of all floats where the transport divides.
 
 In a traced program, a mean is a sum and a division. The sum of float16 may be infinite where the
 mean is not: taken together, they are computed in float32 and rounded once. And each of them reads
@@ -15,11 +15,11 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import kinds
+from jaxmpi._analysis.constant_sums import constant_sums
+from jaxmpi._analysis.inner_jaxprs import map_subjaxprs
+from jaxmpi._analysis.primitives import Op, op_of, reduction_of
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import kinds
-from jaxmpi._lowering.constant_sums import constant_sums
-from jaxmpi._lowering.inner_jaxprs import map_subjaxprs
-from jaxmpi._lowering.primitives import Op, op_of, reduction_of
 
 __all__ = ["fuse_means"]
 
@@ -28,7 +28,9 @@ J = TypeVar("J", bound=AnyJaxpr)
 
 
 def fuse_means(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
-    """A program with the same results, in which a sum's parameter "op" says that the division by `size` is part of it.
+    """Return a program with the same results, in which a sum's "op" may be "mean".
+
+    The division by `size`, and conversions around it, are then part of the collective.
 
     Args:
       jaxpr: of `trace.trace`.
@@ -58,7 +60,7 @@ def fuse_means(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
 
 
 class _Around:
-    """The conversions before and after each sum of a program, and its division, which the transport can do itself."""
+    """Conversions before and after each sum of a program, and its division."""
 
     def __init__(self, jaxpr: Jaxpr, size: int, fuses_mean: bool) -> None:
         used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
@@ -71,7 +73,7 @@ class _Around:
         self.taken: set[int] = set()  # the equations, by id, that are part of a sum now
 
     def take_in(self, eqn: JaxprEqn) -> JaxprEqn:
-        """A sum, with the division and the conversions around it if there are any."""
+        """Return a sum that includes the division and the conversions around it, if any."""
         x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
         groups = eqn.params.get("axis_index_groups")
         size = len(groups[0]) if groups else self._size
@@ -102,7 +104,7 @@ def _is_short(y: Var) -> bool:
 
 
 def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
-    """Return whether it divides a float y by the number of ranks."""
+    """Return whether an equation divides a float y by the number of ranks."""
     if (
         op_of(eqn) is not Op.DIVIDE
         or eqn.invars[0] is not y
@@ -114,7 +116,7 @@ def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
 
 
 def _widens(eqn: JaxprEqn) -> bool:
-    """Return whether it makes float32 of a short float."""
+    """Return whether an equation converts a short float to float32."""
     return op_of(eqn) is Op.CONVERT and (
         eqn.invars[0].aval.dtype in SHORT and eqn.outvars[0].aval.dtype == jnp.float32
     )

@@ -14,13 +14,13 @@ from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import COLLECTIVES, kind
+from jaxmpi._analysis.dataflow import Analysis, propagate
+from jaxmpi._analysis.primitives import Op, Trait, has
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import output_name
-from jaxmpi._lowering.classify import COLLECTIVES, kind
-from jaxmpi._lowering.dataflow import Analysis, propagate
-from jaxmpi._lowering.primitives import Op, Trait, has
 from jaxmpi._marks import Equal, Shard, Whole, mark_of
 from jaxmpi._per_rank_state import in_shard, shard_axis
 
@@ -95,7 +95,7 @@ def _groups(axis: tuple[str, ...], sizes: Sizes) -> Groups:
 
 @cache
 def _covers(groups: Sequence[Sequence[int]] | None, parts: Groups) -> bool:
-    """Return whether each of `parts` is within one of the groups; without groups, all ranks are one."""
+    """Return whether each of `parts` is within a group; no groups are one group of all ranks."""
     if not groups:
         return True
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}

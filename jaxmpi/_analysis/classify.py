@@ -5,10 +5,10 @@ from collections.abc import Container
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.inner_jaxprs import line, subjaxprs
+from jaxmpi._analysis.primitives import PRIMITIVES, Op, Trait, has, op_of
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.inner_jaxprs import line, subjaxprs
-from jaxmpi._lowering.primitives import PRIMITIVES, Op, Trait, has, op_of
 
 __all__ = [
     "ABOUT_RANKS",
@@ -71,7 +71,7 @@ def kind(eqn: JaxprEqn) -> str:
 
 @_jaxcompat.kept_with_jaxpr
 def kinds(jaxpr: AnyJaxpr) -> dict[int, str]:
-    """The kinds of those equations, by id, that have to do with the ranks: few of many."""
+    """Return the kinds of the equations that have to do with the ranks, by their ids."""
     return {id(eqn): what for eqn in _jaxcompat.parts(jaxpr)[0].eqns if (what := kind(eqn))}
 
 
@@ -81,12 +81,12 @@ def has_collective(jaxpr: AnyJaxpr) -> bool:
 
 
 def communicates(eqn: JaxprEqn) -> bool:
-    """Return whether it sends something, or contains what does; this rank's number alone is no message."""
+    """Return whether an equation sends something, or contains one that does."""
     return kind(eqn) in ("collective", "ahead") or any(map(_sends, subjaxprs(eqn)))
 
 
 def calls_python(eqn: JaxprEqn) -> bool:
-    """Return whether it asks the host, or contains what does."""
+    """Return whether an equation calls Python, or contains one that does."""
     return has(eqn, Trait.CALLS_PYTHON) or any(map(_asks_host, subjaxprs(eqn)))
 
 
@@ -140,11 +140,11 @@ def _over_ranks(eqn: JaxprEqn) -> bool:
 
 
 def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:
-    """Return whether an equation only computes, from literals and from variables that are `known`."""
+    """Return whether an equation only computes, from literals and `known` variables."""
     operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
     return operands and not other_effects(eqn) and not calls_python(eqn)
 
 
 def other_effects(eqn: JaxprEqn) -> bool:
-    """Return whether it has effects beyond the axis: callbacks, prints, references."""
+    """Return whether an equation has effects beyond the axis: callbacks, prints, references."""
     return any(not _jaxcompat.is_axis_effect(effect) for effect in eqn.effects)

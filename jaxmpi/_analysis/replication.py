@@ -19,11 +19,11 @@ from typing import TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import ABOUT_RANKS, calls_python, follows_from, kind
+from jaxmpi._analysis.dataflow import Analysis, propagate
+from jaxmpi._analysis.inner_jaxprs import line
+from jaxmpi._analysis.primitives import Op, is_sum, op_of
 from jaxmpi._jaxcompat import AnyJaxpr, CallSite
-from jaxmpi._lowering.classify import ABOUT_RANKS, calls_python, follows_from, kind
-from jaxmpi._lowering.dataflow import Analysis, propagate
-from jaxmpi._lowering.inner_jaxprs import line
-from jaxmpi._lowering.primitives import Op, is_sum, op_of
 from jaxmpi._marks import Differs, Equal, mark_of
 
 __all__ = ["may_vary", "varying"]

@@ -13,16 +13,16 @@ from enum import IntEnum
 from jax.extend.core import JaxprEqn
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, kind
+from jaxmpi._analysis.dataflow import Analysis, propagate
+from jaxmpi._analysis.primitives import Op, Trait, has, is_sum, op_of
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import BRANCHES_AND_LOOPS, kind
-from jaxmpi._lowering.dataflow import Analysis, propagate
-from jaxmpi._lowering.primitives import Op, Trait, has, is_sum, op_of
 
 __all__ = ["constant_sums"]
 
 
 class Number(IntEnum):
-    """How a value follows from the numbers in a program."""
+    """Kind of a value, by how it follows from the numbers in a program."""
 
     CONSTANT = 0  # from literals alone, with one number everywhere in the array
     QUOTIENT = 1  # the same, with a division on the way

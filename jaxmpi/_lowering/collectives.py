@@ -1,0 +1,248 @@
+"""Collectives of a traced program: over all ranks, and as calls of a transport.
+
+An axis of `init(axes=...)` is a partition of the ranks into groups. Once a function is traced, and
+so differentiated, a collective over "island" is the same collective over "ranks" with
+`axis_index_groups`. Later steps know only these (`over_all_ranks`). `translate` returns the call of
+such a collective, and what is done to its operand before and to its result afterwards.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
+
+from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import axis_names
+from jaxmpi._analysis.primitives import Op, op_of, properties, reduction_of
+from jaxmpi._axis import AXIS
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.groups import Groups, groups_along
+from jaxmpi._backends.lax_collectives import from_root
+from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
+from jaxmpi._lowering.refuse import refuse, refuse_dtype, refuse_groups, refuse_names, refuse_pairs
+
+__all__ = ["Translation", "broadcast", "coordinate", "has_groups", "over_all_ranks", "translate"]
+
+
+# Collectives over named axes, as collectives over AXIS within groups
+
+
+Axes = Mapping[str, int]
+
+
+def has_groups(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is over other axes than AXIS, or within groups of numbers."""
+    given = eqn.params.get("axis_index_groups")
+    return axis_names(eqn) != (AXIS,) or (given is not None and not isinstance(given, Groups))
+
+
+def coordinate(eqn: JaxprEqn, axes: Axes) -> jax.Array:
+    """Return this rank's coordinate along the axis of an `axis_index`."""
+    (name,) = axis_names(eqn)
+    rank = lax.axis_index(AXIS)
+    if name == AXIS:
+        return rank
+    _groups(eqn, axes)
+    names = [axis for axis in axes if axis != AXIS]
+    stride = 1
+    for after in names[names.index(name) + 1 :]:
+        stride *= axes[after]
+    return lax.rem(lax.div(rank, jnp.int32(stride)), jnp.int32(axes[name]))
+
+
+def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
+    """Return the array of a root, within each group."""
+    refuse_dtype(eqn)
+    root, groups = eqn.params[properties(eqn.primitive.name).root], _groups(eqn, axes)
+    if len(groups[0]) == 1:
+        return x
+    roots = [group[root] for group in groups]
+    within = _given(_any_order(groups))
+    is_root = (
+        jnp.isin(lax.axis_index(AXIS), jnp.array(roots, jnp.int32))
+        if within
+        else lax.axis_index(AXIS) == root
+    )
+    return from_root(is_root, lambda bits: lax.psum(bits, AXIS, axis_index_groups=within), x)
+
+
+def over_all_ranks(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[jax.Array]:
+    """Carry out a collective over named axes as one over all ranks, within groups if need be."""
+    op, groups = op_of(eqn), _groups(eqn, axes)
+    if op is Op.PERMUTE:
+        pairs = [(int(p), int(q)) for p, q in eqn.params["perm"]]
+        refuse_pairs(eqn, len(groups[0]))
+        perm = tuple((group[p], group[q]) for group in groups for p, q in pairs)
+        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), perm=perm)
+    if op is Op.SEND_AHEAD:  # of which there is none within groups of one rank
+        given = _given(_any_order(groups) if eqn.params["op"] else groups)
+        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=given)
+    if len(groups[0]) == 1:
+        with _jaxcompat.at_source(eqn):
+            return [_alone(eqn, xs[0])]
+    if op is not Op.ALLREDUCE:
+        bound = _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=_given(groups))
+    else:
+        with _jaxcompat.at_source(eqn):
+            x = _reduced(eqn, xs[0])
+        bound = _jaxcompat.bind(
+            eqn, [x], axes=(AXIS,), axis_index_groups=_given(_any_order(groups))
+        )
+    return bound
+
+
+def _any_order(groups: Groups) -> Groups:
+    """Return the groups with sorted ranks, for a sum."""
+    return Groups.of([sorted(group) for group in groups], groups.name)
+
+
+def _given(groups: Groups) -> Groups | None:
+    """Return the groups for JAX: None for all ranks in their order."""
+    return None if len(groups) == 1 and list(groups[0]) == sorted(groups[0]) else groups
+
+
+def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
+    names = axis_names(eqn)
+    refuse_names(eqn, names, axes)
+    groups, inner = groups_along(axes, names), eqn.params.get("axis_index_groups")
+    if inner is None or isinstance(inner, Groups):
+        return inner or groups
+    refuse_groups(eqn, inner, len(groups[0]))
+    return Groups.of([[group[i] for i in part] for group in groups for part in inner])
+
+
+def _reduced(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+    """Reduce over the axes of a `vmap` inside, which are numbers."""
+    dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
+    return LOCAL_REDUCE[reduction_of(eqn)](x, dims).astype(x.dtype) if dims else x
+
+
+def _alone(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+    """Carry out a collective within groups of one rank, which sends nothing."""
+    op, params = op_of(eqn), eqn.params
+    if op is Op.ALLREDUCE:
+        return _reduced(eqn, x)
+    if op is Op.ALL_GATHER and not params["tiled"]:
+        return lax.expand_dims(x, (params["all_gather_dimension"],))
+    if op is Op.REDUCE_SCATTER and not params["tiled"]:
+        return lax.squeeze(x, (params["scatter_dimension"],))
+    return x
+
+
+# Calls of a transport
+
+
+Array = jax.Array
+
+
+class Translation(NamedTuple):
+    """A collective of JAX: y = after(call(before(x))), or after(call(before(x, rank)))."""
+
+    call: Collective
+    before: Callable[..., Array]
+    after: Callable[[Array], Array]
+    needs_rank: bool = False
+
+    def operand(self, aval: ShapedArray) -> ShapedArray | jax.ShapeDtypeStruct:
+        """Shape and dtype of `before(x)`, for x like `aval`."""
+        if self.before is _same:
+            return aval
+        return jax.eval_shape(
+            lambda x: self.carried(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        )
+
+    def carried(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
+        """Return the operand of the collective for x on this rank."""
+        return self.before(x, rank()) if self.needs_rank else self.before(x)
+
+
+def translate(eqn: JaxprEqn, size: int) -> Translation:
+    """Return the call for an equation of kind "collective" on `size` ranks.
+
+    Raises:
+      NotImplementedError, TypeError, ValueError: as `refuse` does.
+    """
+    call, before, after, _ = plain = _translate(eqn, size)
+    key = eqn.invars[0].aval
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return plain
+    impl: list[Hashable] = []
+    jax.eval_shape(
+        lambda x: impl.append(jax.random.key_impl(x)), jax.ShapeDtypeStruct(key.shape, key.dtype)
+    )
+    # keys travel as their data, whose axes come last
+    return Translation(
+        call,
+        lambda x: before(jax.random.key_data(x)),
+        lambda y: jax.random.wrap_key_data(after(y), impl=impl[0]),
+    )
+
+
+def _translate(eqn: JaxprEqn, size: int) -> Translation:
+    params = eqn.params
+    refuse(eqn, size)
+    op, groups = op_of(eqn), params.get("axis_index_groups") or ()
+    reduction = reduction_of(eqn)
+    size = len(groups[0]) if groups else size
+    if op is Op.ALLREDUCE:
+        # axes of a vmap inside, over the same name
+        dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
+        before = partial(_reduce, reduction, dims) if dims else _same
+        # which no transport orders
+        if reduction != "sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):
+            return Translation(
+                Collective("allgather", groups=groups),
+                before,
+                lambda y: _reduce(reduction, (0,), y),
+            )
+        return Translation(
+            Collective("allreduce", op=params.get("op", reduction), groups=groups), before, _same
+        )
+    if op is Op.PERMUTE:
+        pairs = tuple((int(p), int(q)) for p, q in params["perm"])
+        return Translation(Collective("permute", pairs=pairs), _same, _same)
+    tiled = params["tiled"] if op is not Op.ALL_TO_ALL else True  # the primitive itself always is
+    if op is Op.ALL_GATHER:
+        call = Collective("allgather", groups=groups)
+        return Translation(call, _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
+    if op is Op.REDUCE_SCATTER:
+        call = Collective("reduce_scatter", op=params.get("op", "sum"), groups=groups)
+        return Translation(
+            call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same
+        )
+    return Translation(
+        Collective("alltoall", groups=groups),
+        lambda x: _split(x, params["split_axis"], tiled, size),
+        lambda y: _merge(y, params["concat_axis"], tiled),
+    )
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _reduce(reduction: str, dims: tuple[int, ...], x: Array) -> Array:
+    return LOCAL_REDUCE[reduction](x, dims).astype(x.dtype)
+
+
+def _split(x: Array, axis: int, tiled: bool, size: int) -> Array:
+    """Split `[.., n·k, ..]` into `[n, .., k, ..]`; untiled, `[.., n, ..]` into `[n, ..]`."""
+    if tiled:
+        x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _merge(y: Array, axis: int, tiled: bool) -> Array:
+    """Merge `[n, .., k, ..]` into `[.., n·k, ..]`; untiled, `[n, ..]` into `[.., n, ..]`."""
+    y = jnp.moveaxis(y, 0, axis)
+    return (
+        y.reshape(*y.shape[:axis], y.shape[axis] * y.shape[axis + 1], *y.shape[axis + 2 :])
+        if tiled
+        else y
+    )
