@@ -188,18 +188,16 @@ def _explain(backend: Ranks, fingerprint: int, message: str | Message, ranks: Se
     program = backend.registry.programs.get(fingerprint)
     call, details = (program.call, program.details()) if program else (Call.of(message), {})
     error = _mismatch(backend, call, details, message, ranks)
-    backend.registry.found[:] = [error]
-    return f"RankMismatchError: {error}"
+    return f"RankMismatchError: {error} {backend.registry.keep(error)}"
 
 
 def raise_mismatch(backend: Ranks, error: Exception) -> None:
     """Raise the RankMismatchError behind the JaxRuntimeError of a program, if there is one.
 
-    XLA carries only the text of an error, so the error itself was kept.
+    XLA carries only the text of an error, so the error itself was kept, under a mark in the text.
     """
-    found = backend.registry.found
-    if found and str(found[0]) in str(error):
-        raise found.pop() from None
+    if found := backend.registry.pop(str(error)):
+        raise found from None
 
 
 def has_run(backend: Ranks, fingerprint: int) -> bool:

@@ -18,7 +18,7 @@ from jaxmpi._axis import AXIS
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._backends.lax_collectives import from_root
 from jaxmpi._backends.sent_ahead import SEND
-from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
+from jaxmpi._backends.wire import LOCAL_REDUCE
 from jaxmpi._lowering.classify import BROADCASTS, REDUCE, axis_names
 from jaxmpi._lowering.refuse import refuse_dtype, refuse_groups, refuse_names, refuse_pairs
 

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Collective
-from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
+from jaxmpi._backends.wire import LOCAL_REDUCE
 from jaxmpi._lowering.classify import REDUCE
 from jaxmpi._lowering.refuse import refuse
 

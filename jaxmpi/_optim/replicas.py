@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxmpi._axis import equal_on_all_ranks
-from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
+from jaxmpi._backends.wire import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
