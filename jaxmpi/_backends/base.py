@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax.typing import ArrayLike
@@ -148,8 +148,8 @@ class Place(NamedTuple):
 class Registry:
     """Facts about the programs of a job, for `_consistency.compare`."""
 
-    # that were traced, by their fingerprints: `compare.Registered`
-    programs: dict[int, Any] = field(default_factory=dict)
+    # that were traced, by their fingerprints; `_consistency.compare` knows their type
+    programs: dict[int, object] = field(default_factory=dict)
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
     # errors that were found on a thread of a program, and not raised yet, by their marks
     found: dict[str, Exception] = field(default_factory=dict)

@@ -6,7 +6,7 @@ its place in the programs of simulated ranks and of backend "xla".
 
 from collections.abc import Callable, Hashable, Sequence
 from math import prod
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -154,8 +154,20 @@ def _transpose(ct: jax.Array, x: object, *, root: int, axis_name: Axis) -> list[
     return [jnp.where(lax.axis_index(axis_name) == root, total, jnp.zeros_like(total))]
 
 
+class _MappedAxis(Protocol):
+    """Axis of a `vmap`, as JAX passes it to a rule for batching."""
+
+    name: Hashable
+    size: int
+
+
 def _batch(
-    axis: Any, xs: Sequence[jax.Array], dims: Sequence[int | None], *, root: int, axis_name: Axis
+    axis: _MappedAxis,
+    xs: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    root: int,
+    axis_name: Axis,
 ) -> tuple[jax.Array, int | None]:
     (x,), (dim,), over = xs, dims, names(axis_name)
     if axis.name not in over:

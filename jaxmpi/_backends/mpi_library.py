@@ -115,7 +115,16 @@ def loaded_twice(mpi: ModuleType) -> MPIError | None:
     )
 
 
-def _start(mpi: ModuleType, rc: Any) -> None:
+class _Settings(Protocol):
+    """Settings of mpi4py for the start and the end of MPI: `mpi4py.rc`."""
+
+    threads: bool
+    thread_level: str
+    errors: str
+    finalize: bool | None
+
+
+def _start(mpi: ModuleType, rc: _Settings) -> None:
     """Start MPI as mpi4py does when it is imported, and end it with this process.
 
     MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other

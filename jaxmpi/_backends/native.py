@@ -126,7 +126,7 @@ class Native(MpiTransport):
 
     @cached_property
     def effects(self) -> frozenset[Hashable]:
-        """The ordered effect of all calls, as a set."""
+        """Return the ordered effect of all calls."""
         return frozenset({_jaxcompat.ordered_effect()})
 
     def index(self) -> jax.Array | np.int32:
@@ -169,7 +169,7 @@ class Native(MpiTransport):
         return not call.groups or call.groups in self._transports
 
     def transport_of(self, call: Collective) -> int:
-        """Return the number of the transport that carries a collective."""
+        """Return the extension's number of the transport for a collective."""
         return self._transports[call.groups] if call.groups else 0
 
     def _fingerprint(self, call: Collective, message: Message) -> int:
