@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.jax_processes import _towards
+from jaxmpi._backends.xla import _towards
 
 COMM = MPI.COMM_WORLD.Dup()
 

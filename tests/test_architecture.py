@@ -162,7 +162,7 @@ def test_no_class_holds_state():
 
 
 def test_no_code_asks_for_the_name_of_a_backend():
-    """Code asks `Backend` what it can do: each such question has an attribute."""
+    """Code asks `Ranks` and their `Transport` to do something, whichever they are."""
     for name, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare) and not name.startswith("_backends"):

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax.typing import ArrayLike
@@ -148,14 +148,29 @@ class Place(NamedTuple):
 class Registry:
     """Facts about the programs of a job, for `_consistency.compare`."""
 
-    # that were traced, by their fingerprints: `compare.Registered`
-    programs: dict[int, Any] = field(default_factory=dict)
+    # that were traced, by their fingerprints; `_consistency.compare` knows their type
+    programs: dict[int, object] = field(default_factory=dict)
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
-    # on a thread of a program, and not raised yet
-    found: list[Exception] = field(default_factory=list)
+    # errors that were found on a thread of a program, and not raised yet, by their marks
+    found: dict[str, Exception] = field(default_factory=dict)
     # the user's line of the last `shard` that gave the ranks parts of different lengths
     uneven_shard: str = ""
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
+    kept: int = 0  # errors so far
+
+    def keep(self, error: Exception) -> str:
+        """Keep an error that XLA will carry as text; return the mark to put into the text."""
+        self.kept += 1
+        mark = f"[jaxmpi error {self.kept}]"
+        self.found = {mark: error}  # an earlier one that nobody has raised is out of date
+        return mark
+
+    def pop(self, text: str) -> Exception | None:
+        """Return the kept error whose mark a text has, once; None if it has no such mark."""
+        for mark in self.found:
+            if mark in text:
+                return self.found.pop(mark)
+        return None
 
 
 class Target(NamedTuple):

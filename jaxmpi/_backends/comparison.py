@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Event, Message
-from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.interface import Processes, Transport
+from jaxmpi._backends.mpi_library import Communicator
 
 __all__ = ["EVENTS", "ComparesBefore", "Comparison", "MpiTransport"]
 

@@ -15,13 +15,13 @@ __all__ = ["Groups", "coordinates", "described", "groups_along", "named_groups",
 
 
 class Groups(tuple[tuple[int, ...], ...]):
-    """The ranks of each group, as JAX's `axis_index_groups` has them; with the name that people know them by."""
+    """Ranks of each group, as in JAX's `axis_index_groups`, with a name for people."""
 
     name: str = ""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], name: str = "") -> "Groups":
-        """These groups, in the order of their first ranks."""
+        """Return these groups, in the order of their first ranks."""
         made = cls(sorted(tuple(map(int, group)) for group in groups))
         made.name = name
         return made
@@ -34,7 +34,9 @@ def described(groups: tuple[tuple[int, ...], ...]) -> str:
 
 
 def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> Groups:
-    """The groups of ranks that differ only in their coordinates along `names`, in the order of these names.
+    """Return the groups of ranks that differ only in their coordinates along `names`.
+
+    Ranks within a group are in the order of these names.
 
     Args:
       axes: of the backend; without names beside AXIS, that is the only one.
@@ -55,7 +57,7 @@ def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> Groups:
 
 
 def named_groups(axes: Mapping[str, int]) -> Iterator[Groups]:
-    """Return the groups along one or more axes, each once, without groups of one rank and of all."""
+    """Yield the groups along one or more axes, each once, but for those of one rank and of all."""
     names = [name for name, size in axes.items() if name != AXIS and size > 1]
     for count in range(1, len(names)):
         for some in combinations(names, count):

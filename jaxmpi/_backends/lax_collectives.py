@@ -1,7 +1,12 @@
-"""The collectives in JAX's own words, over the bound axis: what stands in a traced function until it is differentiated."""
+"""Collectives by JAX's own, over bound axes: plain, widened, and packed.
+
+`run` stands in a traced function until it is differentiated. `run_widened` and `run_packed` take
+its place in the programs of simulated ranks and of backend "xla".
+"""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from math import prod
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +20,20 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.base import Collective
-from jaxmpi._backends.wire_dtypes import bits_of, reduce_rows
+from jaxmpi._backends.wire import (
+    bits_of,
+    from_wire,
+    is_sub_byte,
+    mean_as_sum,
+    messages,
+    off_wire,
+    on_wire,
+    reduce_rows,
+    to_wire,
+    wire_shapes,
+)
 
-__all__ = ["bcast_p", "from_root", "run"]
+__all__ = ["bcast_p", "from_root", "packed_messages", "run", "run_packed", "run_widened"]
 
 bcast_p = Primitive("jaxmpi_bcast")
 
@@ -29,7 +45,10 @@ REDUCE: dict[str, Callable[..., tuple[jax.Array, ...]]] = {
 
 
 def run(call: Collective, xs: Sequence[jax.Array], axis: Axis = AXIS) -> list[jax.Array]:
-    """Carry out `call` on every array, where the axis, or axes, are bound; not over AXIS, `call` has no groups."""
+    """Carry out `call` on every array, where the axis, or axes, are bound.
+
+    Over other axes than AXIS, `call` has no groups.
+    """
     # lax.psum takes an array that no tracer stands for to be equal on all ranks, which in many
     # processes it need not be
     xs = [x if isinstance(x, jax.core.Tracer) else lax.optimization_barrier(x) for x in xs]
@@ -42,26 +61,29 @@ def _allreduce(call: Collective, xs: Sequence[jax.Array], axis: Axis) -> list[ja
     op, groups = call.op, call.groups or None
     if op == "prod":  # XLA has none
         return [reduce_rows(lax.all_gather(x, axis, axis_index_groups=groups), op) for x in xs]
-    carried = tuple(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x for x in xs)
-    sums = REDUCE[op](carried, axis, axis_index_groups=groups)
+    sent = tuple(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x for x in xs)
+    sums = REDUCE[op](sent, axis, axis_index_groups=groups)
     return [y.astype(x.dtype) if x.dtype == jnp.bool_ else y for x, y in zip(xs, sums, strict=True)]
 
 
 def _reduce_scatter(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
     if call.op == "sum":
         return lax.psum_scatter(x, axis, axis_index_groups=call.groups or None)
-    return _allreduce(call, [x], axis)[0][_place(call, axis)]
+    return _allreduce(call, [x], axis)[0][_index_in_group(call, axis)]
 
 
-def _place(call: Collective, axis: Axis) -> jax.Array:
-    """This rank's number, in its group where there are some."""
+def _index_in_group(call: Collective, axis: Axis) -> jax.Array:
+    """Return this rank's number, in its group where there are some."""
     rank = lax.axis_index(axis)
     places = {r: i for group in call.groups for i, r in enumerate(group)}
     return jnp.array([places[r] for r in range(len(places))], jnp.int32)[rank] if places else rank
 
 
 def _permute(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
-    """`vmap` takes complete permutations only: complete it, and put zero where nobody sends to."""
+    """Carry out a permutation, which `vmap` takes complete only.
+
+    It is completed, and zero put where nobody sends to.
+    """
     ranks = range(lax.axis_size(axis))
     sources, dests = {p for p, _ in call.pairs}, {q for _, q in call.pairs}
     others = zip(
@@ -77,8 +99,8 @@ def _permute(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
 def _alltoall(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
     # the same numbers, of which `vmap` no longer knows that they are equal on all ranks: its
     # all_to_all cannot take those
-    own = jnp.where(lax.axis_index(axis) >= 0, x, x)
-    return lax.all_to_all(own, axis, 0, 0, axis_index_groups=call.groups or None)
+    varying = jnp.where(lax.axis_index(axis) >= 0, x, x)
+    return lax.all_to_all(varying, axis, 0, 0, axis_index_groups=call.groups or None)
 
 
 _ONE: dict[str, Callable[[Collective, jax.Array, Axis], jax.Array]] = {
@@ -100,7 +122,9 @@ _ONE: dict[str, Callable[[Collective, jax.Array, Axis], jax.Array]] = {
 def from_root(
     is_root: ArrayLike, total: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """The root's array: a sum of bits, which are zero on all other ranks. A sum of floats would make 0.0 of -0.0.
+    """Return the root's array: a sum of bits, which are zero on all other ranks.
+
+    A sum of floats would make 0.0 of -0.0.
 
     Args:
       is_root: whether this rank is the root.
@@ -130,8 +154,20 @@ def _transpose(ct: jax.Array, x: object, *, root: int, axis_name: Axis) -> list[
     return [jnp.where(lax.axis_index(axis_name) == root, total, jnp.zeros_like(total))]
 
 
+class _MappedAxis(Protocol):
+    """Axis of a `vmap`, as JAX passes it to a rule for batching."""
+
+    name: Hashable
+    size: int
+
+
 def _batch(
-    axis: Any, xs: Sequence[jax.Array], dims: Sequence[int | None], *, root: int, axis_name: Axis
+    axis: _MappedAxis,
+    xs: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    root: int,
+    axis_name: Axis,
 ) -> tuple[jax.Array, int | None]:
     (x,), (dim,), over = xs, dims, names(axis_name)
     if axis.name not in over:
@@ -156,3 +192,103 @@ bcast_p.def_effectful_abstract_eval(_abstract)
 ad.deflinear2(bcast_p, _transpose)
 batching.fancy_primitive_batchers[bcast_p] = _batch
 mlir.register_lowering(bcast_p, mlir.lower_fun(_lowered, multiple_results=False))
+
+
+# widened: the numbers of the other transports
+
+
+def run_widened(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Carry out `call` on every array, in numbers that are those of the other transports.
+
+    The axis is bound, and nothing is differentiated any more. Short floats are summed in float32
+    and rounded once, and a NaN wins every max and min. On CPUs, reduce_scatter is an all_to_all and
+    a sum: that of JAX's gloo gives wrong numbers now and then for shares of 4 MB and more
+    (https://github.com/jax-ml/jax/issues/40830), and its other collectives do not.
+    """
+    if call.kind == "reduce_scatter" and jax.default_backend() == "cpu":
+        return [
+            reduce_rows(rows, call.op)
+            for rows in run(Collective("alltoall", groups=call.groups), xs)
+        ]
+    if call.op == "mean":
+        return mean_as_sum(run_widened, call, xs, call.count(lax.axis_size(AXIS)))
+    if call.kind == "allreduce":
+        sums = run(call, [to_wire(x, call) for x in xs])
+        return [from_wire(y, x.dtype, call) for x, y in zip(xs, sums, strict=True)]
+    if call.kind == "reduce_scatter":
+        wide = Collective("allreduce", op="sum")
+        return [
+            y.astype(x.dtype)
+            for x, y in zip(xs, run(call, [to_wire(x, wide) for x in xs]), strict=True)
+        ]
+    return run(call, xs)
+
+
+# packed: a few arrays at a time
+
+# of an operand, of a result
+ROWS = {"reduce_scatter": (True, False), "alltoall": (True, True), "allgather": (False, True)}
+
+
+def run_packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Carry out `call` on every array as `run_widened`, small ones of a dtype together.
+
+    Each of XLA's collectives costs a round between the processes. An allreduce of several arrays is
+    one of them; the others take one array. Dtypes below 8 bits travel as bytes: between CPUs, the
+    all_gather of int2 of JAX 0.10 gives wrong rows and writes beyond its memory.
+    """
+    xs = [jnp.asarray(x) for x in xs]
+    return off_wire(call, xs, _packed(call, on_wire(call, xs, _fits)))
+
+
+def _fits(dtype: np.dtype) -> bool:
+    """Return whether XLA's collectives can take a dtype."""
+    return not is_sub_byte(dtype)
+
+
+def _packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Carry out `call`, with the small arrays of each dtype in one."""
+    if call.kind not in ROWS:
+        return run_widened(call, xs)
+    size = call.count(int(lax.axis_size(AXIS)))
+    rows_in, rows_out = ([size] if by_rank else [] for by_rank in ROWS[call.kind])
+    outs = [jnp.zeros(call.out_shape(x.shape, size), x.dtype) for x in xs]
+    for leaves in _packs(call, xs, size):
+        if len(leaves) == 1:
+            (outs[leaves[0]],) = run_widened(call, [xs[leaves[0]]])
+            continue
+        parts = [xs[i].reshape(*rows_in, -1) for i in leaves]
+        (got,) = run_widened(call, [jnp.concatenate(parts, axis=-1)])
+        ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
+        for i, part in zip(
+            leaves, jnp.split(got.reshape(*rows_out, -1), ends, axis=-1), strict=True
+        ):
+            outs[i] = part.reshape(outs[i].shape)
+    return outs
+
+
+def packed_messages(
+    call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int
+) -> list[int]:
+    """Return the bytes of each of XLA's collectives that `run_packed` makes for arrays."""
+    size = call.count(size)
+    arrays = wire_shapes(call, arrays, _fits)
+    each = [prod(x.shape) * x.dtype.itemsize for x in arrays]
+    if call.kind == "allreduce":
+        return [sum(each)]
+    if call.kind not in ROWS:
+        return each
+    return [sum(each[i] for i in leaves) for leaves in _packs(call, arrays, size)]
+
+
+def _packs(
+    call: Collective, arrays: Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct], size: int
+) -> list[list[int]]:
+    """Return the indices of the arrays of each message; empty arrays are in none."""
+    rows = size if ROWS[call.kind][0] else 1
+    packs: list[list[int]] = []
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        columns = [prod(x.shape) // rows if x.dtype == dtype else 0 for x in arrays]
+        for pieces in messages(columns, dtype.itemsize, max_items=max(columns)):
+            packs.append([piece.leaf for piece in pieces])
+    return packs

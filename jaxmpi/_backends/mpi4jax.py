@@ -13,14 +13,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import bucketing, extension, primitive
+from jaxmpi._backends import extension, primitive, wire
 from jaxmpi._backends.base import Collective, Place, Target
-from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups, position
 from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
-from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
-from jaxmpi._backends.within_groups import through_all
+from jaxmpi._backends.mpi_library import Communicator
+from jaxmpi._backends.wire import from_wire, mean_as_sum, reduce_rows, through_all, to_wire
 
 __all__ = ["Mpi4jax"]
 
@@ -100,7 +99,7 @@ class Mpi4jax(MpiTransport):
     # messages
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Carry out `call`: one MPI call for each of the messages of `bucketing.messages`."""
+        """Carry out `call`: one MPI call for each of the messages of `wire.messages`."""
         if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
@@ -118,14 +117,14 @@ class Mpi4jax(MpiTransport):
         """Return the received pieces of each array, `[rows, columns]` each."""
         rows_in = size if call.kind == "alltoall" else 1
         rows_out = 1 if call.kind in ("allreduce", "bcast", "permute") else size
-        carried = [to_carrier(x, call).reshape(rows_in, -1) if x.size else None for x in xs]
+        sent_arrays = [to_wire(x, call).reshape(rows_in, -1) if x.size else None for x in xs]
         received: list[list[jax.Array]] = [[] for _ in xs]
-        for dtype in sorted({x.dtype for x in carried if x is not None}, key=str):
-            columns = [x.shape[1] if x is not None and x.dtype == dtype else 0 for x in carried]
-            limit = bucketing.MAX_ITEMS // rows_in
-            for message in bucketing.messages(columns, dtype.itemsize, max_items=limit):
+        for dtype in sorted({x.dtype for x in sent_arrays if x is not None}, key=str):
+            columns = [x.shape[1] if x is not None and x.dtype == dtype else 0 for x in sent_arrays]
+            limit = wire.MAX_ITEMS // rows_in
+            for message in wire.messages(columns, dtype.itemsize, max_items=limit):
                 parts = [
-                    lax.slice_in_dim(carried[p.leaf], p.start, p.stop, axis=1) for p in message
+                    lax.slice_in_dim(sent_arrays[p.leaf], p.start, p.stop, axis=1) for p in message
                 ]
                 sent = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
                 got = self._call(call, sent).reshape(rows_out, -1)
@@ -143,14 +142,12 @@ class Mpi4jax(MpiTransport):
         rows = call.count(self.size) if call.kind in ("alltoall", "reduce_scatter") else 1
         columns: dict[np.dtype, list[int]] = {}
         for array in arrays:
-            carried = jax.eval_shape(partial(to_carrier, call=call), array)
-            columns.setdefault(carried.dtype, []).append(prod(carried.shape) // rows)
+            sent_arrays = jax.eval_shape(partial(to_wire, call=call), array)
+            columns.setdefault(sent_arrays.dtype, []).append(prod(sent_arrays.shape) // rows)
         return [
             sum(piece.stop - piece.start for piece in message) * rows * dtype.itemsize
             for dtype, counts in columns.items()
-            for message in bucketing.messages(
-                counts, dtype.itemsize, max_items=bucketing.MAX_ITEMS // rows
-            )
+            for message in wire.messages(counts, dtype.itemsize, max_items=wire.MAX_ITEMS // rows)
         ]
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:
@@ -186,4 +183,4 @@ def _out(call: Collective, x: jax.Array, pieces: Sequence[jax.Array], size: int)
     if not pieces:
         return jnp.zeros(shape, x.dtype)
     whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-    return from_carrier(whole.reshape(shape), x.dtype, call)
+    return from_wire(whole.reshape(shape), x.dtype, call)

@@ -1,4 +1,7 @@
-"""MPI in this process: the library found and started, and ended. This is the only file that imports mpi4py and mpi4jax."""
+"""MPI in this process: the library found, started and ended, and the types of communicators.
+
+This is the only file that imports mpi4py and mpi4jax.
+"""
 
 import contextlib
 import ctypes
@@ -8,16 +11,18 @@ import sys
 from collections.abc import MutableMapping
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 
-from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
 from jaxmpi._job.process import joining, launchers, loaded_mpi, run_dir, stderr
 from jaxmpi._job.process.at_exit import Step, at_exit
 
 __all__ = [
+    "Communicator",
+    "Request",
     "import_mpi4jax",
     "import_mpi4py",
     "libmpi",
@@ -26,6 +31,8 @@ __all__ = [
     "mpi4jax_version",
     "unlink_shared_memory",
 ]
+
+T = TypeVar("T")
 
 SEGMENT_BYTES = 16 << 20  # in /dev/shm, of a rank of Open MPI
 INSTALL = (
@@ -75,7 +82,7 @@ def import_mpi4py(launched: int) -> ModuleType:
 
 
 def libmpi(mpi: ModuleType) -> str:
-    """The path of the MPI library that mpi4py uses."""
+    """Return the path of the MPI library that mpi4py uses."""
     libraries = loaded_mpi.loaded()
     if not libraries:
         raise MPIError(
@@ -108,7 +115,16 @@ def loaded_twice(mpi: ModuleType) -> MPIError | None:
     )
 
 
-def _start(mpi: ModuleType, rc: Any) -> None:
+class _Settings(Protocol):
+    """Settings of mpi4py for the start and the end of MPI: `mpi4py.rc`."""
+
+    threads: bool
+    thread_level: str
+    errors: str
+    finalize: bool | None
+
+
+def _start(mpi: ModuleType, rc: _Settings) -> None:
     """Start MPI as mpi4py does when it is imported, and end it with this process.
 
     MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other
@@ -170,8 +186,8 @@ def _has_shared_memory(ranks: int) -> bool:
     )
 
 
-def unlink_shared_memory(node_comm: Communicator) -> None:
-    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
+def unlink_shared_memory(node_comm: "Communicator") -> None:
+    """Take away the name of MPI's shared-memory file: nothing is left, however the job ends.
 
     Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by
     the end of MPI_Init, and a rank that is alone has nobody to share Open MPI's with.
@@ -227,3 +243,73 @@ def _occasion(launched: int) -> str:
 
 def _sentence(error: Exception) -> str:
     return str(error).rstrip(". \n") + "."
+
+
+# Types of mpi4py's objects, which may not be installed where types are checked.
+
+
+class Request(Protocol):
+    """A message, or a barrier, that was started."""
+
+    def Test(self) -> bool: ...
+
+    def Wait(self) -> object: ...
+
+    def test(self) -> tuple[bool, object]: ...
+
+
+class Communicator(Protocol):
+    """Some ranks.
+
+    Methods in small letters carry objects that can be pickled, those with a capital one arrays.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def Dup(self) -> "Communicator": ...
+
+    def Split(self, color: int, key: int) -> "Communicator": ...
+
+    def Split_type(self, split_type: int) -> "Communicator": ...
+
+    def Free(self) -> None: ...
+
+    def Abort(self, errorcode: int) -> None: ...
+
+    def Barrier(self) -> None: ...
+
+    def Ibarrier(self) -> Request: ...
+
+    def allgather(self, sendobj: T) -> list[T]: ...
+
+    def allreduce(self, sendobj: T, op: object) -> T: ...
+
+    def bcast(self, obj: object, root: int = 0) -> Any: ...
+
+    def send(self, obj: object, dest: int, tag: int = 0) -> None: ...
+
+    def issend(self, obj: object, dest: int, tag: int = 0) -> Request: ...
+
+    def recv(self, *, source: int, tag: int) -> Any: ...
+
+    def iprobe(self, source: int, tag: int) -> bool: ...
+
+    def improbe(self, *, status: object) -> Any: ...
+
+    def Bcast(self, buf: np.ndarray, root: int) -> None: ...
+
+    def Allreduce(self, sendbuf: np.ndarray, recvbuf: np.ndarray, op: object) -> None: ...
+
+    def Iallreduce(self, sendbuf: np.ndarray, recvbuf: np.ndarray, op: object) -> Request: ...
+
+    def Send(self, buf: np.ndarray, dest: int, tag: int) -> None: ...
+
+    def Recv(self, buf: np.ndarray, source: int, tag: int) -> None: ...
+
+    def Isend(self, buf: np.ndarray, dest: int, tag: int) -> Request: ...
+
+    def Irecv(self, buf: np.ndarray, source: int, tag: int) -> Request: ...

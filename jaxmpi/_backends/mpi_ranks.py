@@ -20,14 +20,13 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import bucketing, handover
+from jaxmpi._backends import asleep
 from jaxmpi._backends.base import Event, Message, Place, Registry
-from jaxmpi._backends.communicator import Communicator, Request
 from jaxmpi._backends.comparison import EVENTS, MpiTransport
 from jaxmpi._backends.interface import Lowering, Processes
-from jaxmpi._backends.mpi_library import unlink_shared_memory
+from jaxmpi._backends.mpi_library import Communicator, Request, unlink_shared_memory
 from jaxmpi._backends.one_process import Identity
-from jaxmpi._backends.votes import Votes, open_votes
+from jaxmpi._backends.wire import MAX_ITEMS
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.communicating_thread import Turn
 from jaxmpi._job.process.launchers import find_for_library
@@ -97,7 +96,7 @@ class MpiRanks(Processes):
         self.turn = Turn(self.finish, self._last)
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._sending: list[Request] = []
-        self._votes: Votes | None = None  # opened by the first one
+        self._votes: asleep.Votes | None = None  # opened by the first one
         # for the monitor: it asks from another thread
         self.long_operation = ""
         self._waiting = "", 0  # for what, if for no collective, and which thread
@@ -238,21 +237,22 @@ class MpiRanks(Processes):
         return objects
 
     def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
-        """Overwrite a `[n]` uint8 array with that of rank `root`, in pieces that fit MPI's counts."""
-        for start in range(0, buffer.size, bucketing.MAX_ITEMS):
+        """Overwrite a `[n]` uint8 array with that of rank `root`."""
+        # in pieces that fit MPI's counts
+        for start in range(0, buffer.size, MAX_ITEMS):
             with self.entered():  # each piece is progress, for the monitor
-                self._objects.Bcast(buffer[start : start + bucketing.MAX_ITEMS], root)
+                self._objects.Bcast(buffer[start : start + MAX_ITEMS], root)
 
     def allgather_asleep(self, obj: T) -> list[T]:
         """Gather objects; ranks sleep while they wait, as one may come seconds later."""
         with self.entered():
-            handover.barrier(self._objects)
+            asleep.barrier(self._objects)
             return self._objects.allgather(obj)
 
     def broadcast_asleep(self, obj: object, ranks: Sequence[int], title: str) -> Any:
         """Return the picklable object of the first of these ranks; the others wait asleep."""
         with self.waiting(title if self.place.rank != ranks[0] else ""):
-            return handover.broadcast(self._objects, obj, ranks)
+            return asleep.broadcast(self._objects, obj, ranks)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -275,7 +275,7 @@ class MpiRanks(Processes):
         if not self.concurrent:
             self.finish()
         if self._votes is None:
-            self._votes = open_votes(self._mpi, self.place, self.concurrent)
+            self._votes = asleep.open_votes(self._mpi, self.place, self.concurrent)
         return self._votes.start(yes, partial(self.waiting, title))
 
     # the monitor's questions, from any thread
@@ -337,7 +337,7 @@ class MpiRanks(Processes):
         return not self._sending and not (self._votes and self._votes.pending())
 
     def everyone_leaves(self) -> Callable[[], bool]:
-        """Say that this rank is done; the function returned tells whether all ranks have said so."""
+        """Announce that this rank is done; the function returned asks whether all ranks are."""
         return self._channel.Ibarrier().Test
 
     def abort(self, code: int) -> None:

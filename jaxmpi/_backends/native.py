@@ -34,13 +34,12 @@ from jaxmpi._backends.base import (
     Target,
     fingerprint_of,
 )
-from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.comparison import Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups, position
 from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
+from jaxmpi._backends.mpi_library import Communicator
 from jaxmpi._backends.native_transports import Transports
-from jaxmpi._backends.wire_dtypes import carried, carried_shapes, received
-from jaxmpi._backends.within_groups import through_all
+from jaxmpi._backends.wire import off_wire, on_wire, through_all, wire_shapes
 from jaxmpi._job.process import settings
 
 __all__ = ["InlineComparison", "Native", "on_host"]
@@ -127,7 +126,7 @@ class Native(MpiTransport):
 
     @cached_property
     def effects(self) -> frozenset[Hashable]:
-        """The ordered effect of all calls, as a set."""
+        """Return the ordered effect of all calls."""
         return frozenset({_jaxcompat.ordered_effect()})
 
     def index(self) -> jax.Array | np.int32:
@@ -162,15 +161,15 @@ class Native(MpiTransport):
         if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
         fingerprint = self._fingerprint(call, _message(call, xs))
-        outs = native_calls.run(carried(call, xs, self._fits), call, self, fingerprint)
-        return received(call, xs, outs)
+        outs = native_calls.run(on_wire(call, xs, self._fits), call, self, fingerprint)
+        return off_wire(call, xs, outs)
 
     def connects(self, call: Collective) -> bool:
         """Return whether the groups have transports, as those along axes of `init` do."""
         return not call.groups or call.groups in self._transports
 
     def transport_of(self, call: Collective) -> int:
-        """Return the number of the transport that carries a collective."""
+        """Return the extension's number of the transport for a collective."""
         return self._transports[call.groups] if call.groups else 0
 
     def _fingerprint(self, call: Collective, message: Message) -> int:
@@ -223,29 +222,29 @@ class Native(MpiTransport):
     ) -> Started:
         fingerprint = self._fingerprint(call, _message(call, xs))
         sent, wait = native_calls.start(
-            carried(call, xs, self._fits), call, self, fingerprint, bucket=bucket, first=first
+            on_wire(call, xs, self._fits), call, self, fingerprint, bucket=bucket, first=first
         )
 
         def wait_for(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = wait(before)
-            return received(call, xs, outs[: len(xs)]), outs[len(xs) :]
+            return off_wire(call, xs, outs[: len(xs)]), outs[len(xs) :]
 
         return Started(sent, wait_for)
 
     def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
         fingerprint = self._fingerprint(call, _message(call, xs))
-        return native_calls.send_ahead(carried(call, xs, self._fits), call, self, fingerprint)
+        return native_calls.send_ahead(on_wire(call, xs, self._fits), call, self, fingerprint)
 
     def _take(
         self, call: Collective, xs: Sequence[jax.Array], number: jax.Array
     ) -> list[jax.Array]:
         fingerprint = self._fingerprint(call, _message(call, xs))
-        outs = native_calls.take(carried(call, xs, self._fits), number, call, self, fingerprint)
-        return received(call, xs, outs)
+        outs = native_calls.take(on_wire(call, xs, self._fits), number, call, self, fingerprint)
+        return off_wire(call, xs, outs)
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """Return the bytes of each message that `run` sends for arrays of these shapes."""
-        sent = carried_shapes(call, arrays, self._fits)
+        sent = wire_shapes(call, arrays, self._fits)
         return [sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)]
 
     # errors and reports
@@ -341,16 +340,17 @@ class InlineComparison(Comparison):
             with self._ranks.entered():
                 smallest, largest, calls = self._native.compare(fingerprint)
         except RuntimeError as error:  # a message that was sent ahead has failed
-            if self._ranks.registry.found and str(self._ranks.registry.found[0]) in str(error):
-                raise self._ranks.registry.found.pop() from None
+            if found := self._ranks.registry.pop(str(error)):
+                raise found from None
             raise
         if smallest != largest:
             differ, call = self._call_that_differs(calls)
             if differ:
                 earlier = Sent(program or fingerprint, Message(title), 0)
                 sent = self._transport.described(call) or earlier
-                self._explain(sent.program, sent.message, ())
-                raise self._ranks.registry.found.pop()
+                text = self._explain(sent.program, sent.message, ())
+                if found := self._ranks.registry.pop(text):
+                    raise found
         return smallest, largest
 
     def counts(self) -> tuple[int, int]:

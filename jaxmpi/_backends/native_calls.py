@@ -31,21 +31,21 @@ __all__ = ["compare", "run", "send_ahead", "start", "take"]
 Outputs: TypeAlias = tuple[list[ShapedArray], frozenset[Hashable]]
 
 
-class Transport(Protocol):
-    """The backend, as far as the calls need it."""
+class NativeTransport(Protocol):
+    """The native transport, as far as the calls need it."""
 
     place: Place
     native: Extension
 
     @property
     def effects(self) -> frozenset[Hashable]:
-        """The JAX effects of the calls."""
+        """Return the JAX effects of the calls."""
 
     def transport_of(self, call: Collective) -> int:
-        """Return the number of the transport that carries a collective."""
+        """Return the extension's number of the transport for a collective."""
 
 
-def compare(backend: Transport, fingerprint: int, *, later: bool) -> None:
+def compare(backend: NativeTransport, fingerprint: int, *, later: bool) -> None:
     """Compare a program's fingerprint at its start.
 
     With `later`, calls after the first one of a program are compared with the next message.
@@ -54,7 +54,7 @@ def compare(backend: Transport, fingerprint: int, *, later: bool) -> None:
 
 
 def run(
-    xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int
+    xs: Sequence[jax.Array], call: Collective, backend: NativeTransport, fingerprint: int
 ) -> list[jax.Array]:
     """Carry out `call` as one message, on arrays of dtypes that the transport knows."""
     return native_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)
@@ -63,7 +63,7 @@ def run(
 def start(
     xs: Sequence[jax.Array],
     call: Collective,
-    backend: Transport,
+    backend: NativeTransport,
     fingerprint: int,
     *,
     bucket: bool,
@@ -76,7 +76,7 @@ def start(
     Args:
       xs: the arrays.
       call: the collective.
-      backend: the backend of the native transport.
+      backend: the native transport.
       fingerprint: the message's, which the ranks compare.
       bucket: whether it is a part of a large message, and gives the bits that this would give.
       first: whether it is the first message that is started before any is waited for.
@@ -91,7 +91,7 @@ def start(
 
 
 def send_ahead(
-    xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int
+    xs: Sequence[jax.Array], call: Collective, backend: NativeTransport, fingerprint: int
 ) -> jax.Array:
     """Send copies of the arrays; return the number with which a later call takes the results."""
     return send_ahead_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)[0]
@@ -101,27 +101,29 @@ def take(
     xs: Sequence[jax.Array],
     number: jax.Array,
     call: Collective,
-    backend: Transport,
+    backend: NativeTransport,
     fingerprint: int,
 ) -> list[jax.Array]:
     """Return the results of the message of this number; where there is none, `run` it now."""
     return take_p.bind(*xs, number, call=call, backend=backend, fingerprint=fingerprint)
 
 
-def _abstract(*xs: ShapedArray, call: Collective, backend: Transport, fingerprint: int) -> Outputs:
+def _abstract(
+    *xs: ShapedArray, call: Collective, backend: NativeTransport, fingerprint: int
+) -> Outputs:
     return [
         ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs
     ], backend.effects
 
 
-def _abstract_compare(*, backend: Transport, fingerprint: int, later: bool) -> Outputs:
+def _abstract_compare(*, backend: NativeTransport, fingerprint: int, later: bool) -> Outputs:
     return [], backend.effects
 
 
 def _abstract_start(
     *xs: ShapedArray,
     call: Collective,
-    backend: Transport,
+    backend: NativeTransport,
     fingerprint: int,
     bucket: bool,
     first: bool,
@@ -131,18 +133,20 @@ def _abstract_start(
     return (sent if call.kind == "allreduce" else [*sent, *outs]), effects
 
 
-def _abstract_wait(*xs: ShapedArray, started: int, arrays: int, backend: Transport) -> Outputs:
+def _abstract_wait(
+    *xs: ShapedArray, started: int, arrays: int, backend: NativeTransport
+) -> Outputs:
     return [ShapedArray(x.shape, x.dtype) for x in xs[started - arrays :]], backend.effects
 
 
 def _abstract_send_ahead(
-    *xs: ShapedArray, call: Collective, backend: Transport, fingerprint: int
+    *xs: ShapedArray, call: Collective, backend: NativeTransport, fingerprint: int
 ) -> Outputs:
     return [ShapedArray(NUMBER.shape, NUMBER.dtype)], backend.effects
 
 
 def _abstract_take(
-    *args: ShapedArray, call: Collective, backend: Transport, fingerprint: int
+    *args: ShapedArray, call: Collective, backend: NativeTransport, fingerprint: int
 ) -> Outputs:
     return _abstract(*args[:-1], call=call, backend=backend, fingerprint=fingerprint)
 
@@ -156,7 +160,7 @@ def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
 
 def _attributes(
     call: Collective,
-    backend: Transport,
+    backend: NativeTransport,
     fingerprint: int,
     *,
     bucket: bool = False,
@@ -199,7 +203,7 @@ def _lower(
     *xs: mlir.ir.Value,
     target: str,
     call: Collective,
-    backend: Transport,
+    backend: NativeTransport,
     fingerprint: int,
 ) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
@@ -214,7 +218,7 @@ def _lower(
 
 
 def _lower_compare(
-    ctx: mlir.LoweringRuleContext, *, backend: Transport, fingerprint: int, later: bool
+    ctx: mlir.LoweringRuleContext, *, backend: NativeTransport, fingerprint: int, later: bool
 ) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
     attributes = {"fingerprint": np.int64(fingerprint), "later": np.bool_(later)}
@@ -225,7 +229,7 @@ def _lower_start(
     ctx: mlir.LoweringRuleContext,
     *xs: mlir.ir.Value,
     call: Collective,
-    backend: Transport,
+    backend: NativeTransport,
     fingerprint: int,
     bucket: bool,
     first: bool,
@@ -238,7 +242,11 @@ def _lower_start(
 
 
 def _lower_wait(
-    ctx: mlir.LoweringRuleContext, *xs: mlir.ir.Value, started: int, arrays: int, backend: Transport
+    ctx: mlir.LoweringRuleContext,
+    *xs: mlir.ir.Value,
+    started: int,
+    arrays: int,
+    backend: NativeTransport,
 ) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
     first = started - arrays

@@ -4,16 +4,15 @@ import ctypes
 import math
 import mmap
 import os
+import uuid
 from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
 
 from jaxmpi._backends.base import Place
-from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.extension import Extension
-from jaxmpi._backends.mpi_library import libmpi
-from jaxmpi._backends.shared_memory import SHARED_MEMORY, shared_memory
+from jaxmpi._backends.mpi_library import Communicator, libmpi
 from jaxmpi._backends.tuning import (
     NODE_CHUNK_BYTES,
     NODE_CHUNKS,
@@ -23,10 +22,14 @@ from jaxmpi._backends.tuning import (
     probe,
     tuned,
 )
+from jaxmpi._errors import MPIError
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.processor import quota
+from jaxmpi._job.process.run_dir import SEGMENT_PREFIX
 
-__all__ = ["Transports"]
+__all__ = ["SHARED_MEMORY", "Transports", "shared_memory"]
+
+SHARED_MEMORY = "/dev/shm"
 
 MOST_THREADS = 4  # of a rank
 
@@ -167,3 +170,54 @@ class Transports:
         for file, memory in self._shared:
             memory.close()
             os.close(file)
+
+
+def shared_memory(world: Communicator, node: Communicator, size: int) -> tuple[int, mmap.mmap]:
+    """Return a file of zeros that all ranks of a node have mapped, and its memory.
+
+    The file has no name any more once they have; `_job/process/run_dir` removes it after a kill.
+
+    **Collective:** every rank of the job calls it.
+
+    Raises:
+      MPIError: on all ranks, if it cannot be made or mapped on one.
+    """
+    path, mapped, failure = "", None, ""
+    if node.rank == 0:  # it makes the file, then the others open it
+        path = f"{SHARED_MEMORY}/{SEGMENT_PREFIX}{uuid.uuid4().hex}"
+        mapped, failure = _mapped(path, os.O_CREAT | os.O_EXCL, size)
+    path, failure = node.bcast((path, failure))
+    if node.rank and not failure:
+        mapped, failure = _mapped(path, 0, size)
+    failures = [other for other in world.allgather(failure) if other]
+    if node.rank == 0 and mapped:
+        os.unlink(path)
+    if mapped and not failures:
+        return mapped
+    if mapped:
+        os.close(mapped[0])
+        mapped[1].close()
+    raise MPIError(
+        f"init: a host cannot share {size >> 20} MiB of memory among its {node.size} ranks: "
+        f"{failures[0]}. "
+        f"Make room in {SHARED_MEMORY}, or set JAXMPI_TRANSPORT=mpi4jax."
+    )
+
+
+def _mapped(path: str, flags: int, size: int) -> tuple[tuple[int, mmap.mmap] | None, str]:
+    """Return a file and its memory, or why there is none.
+
+    A file that was made and cannot be mapped is removed.
+    """
+    file = -1
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+        if flags:
+            os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
+        return (file, mmap.mmap(file, size)), ""
+    except (OSError, ValueError) as error:
+        if file >= 0:
+            os.close(file)
+            if flags:
+                os.unlink(path)
+        return None, f"{error} on {os.uname().nodename}"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from jax.extend.core import ClosedJaxpr
 
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import on_axis, packing
+from jaxmpi._backends import lax_collectives
 from jaxmpi._backends.base import Collective, Message, Place, Registry, Target
 from jaxmpi._backends.interface import (
     Limits,
@@ -25,7 +25,7 @@ from jaxmpi._backends.interface import (
     Transport,
     nesting_error,
 )
-from jaxmpi._backends.within_groups import through_all
+from jaxmpi._backends.wire import through_all
 
 __all__ = ["Identity", "PerRank", "Simulated", "Single", "Stack"]
 
@@ -263,7 +263,7 @@ class InProcess(Transport):
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """Return the bytes of each message, as on backend "xla"."""
-        return packing.messages(call, arrays, self._size)
+        return lax_collectives.packed_messages(call, arrays, self._size)
 
     def connect(self, axes: Mapping[str, int]) -> None:
         """Return: there is nobody to connect to."""
@@ -328,8 +328,8 @@ class Stack(InProcess):
         def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
             # `vmap` knows no groups
             if call.groups:
-                return through_all(on_axis.run, call, xs, self.index())
-            return on_axis.run(call, xs)
+                return through_all(lax_collectives.run_widened, call, xs, self.index())
+            return lax_collectives.run_widened(call, xs)
 
         return Target(self._size, run, self.index)
 

@@ -1,4 +1,4 @@
-"""One JAX primitive for all collectives: `run(call, *xs)` in eager, jitted, differentiated and batched code.
+"""One JAX primitive for all collectives, in eager, jitted, differentiated and batched code.
 
 With ct the cotangents, and each collective linear in x (max, min and prod get their derivatives in
 `_collectives`):
@@ -48,7 +48,7 @@ def run(call: Collective, xs: Sequence[jax.Array], transport: Transport) -> list
 
 
 def compare_fingerprint(fingerprint: int, transport: Transport, *, later: bool) -> None:
-    """Compare the fingerprint of a program with those of the other ranks, in the order of the collectives.
+    """Compare the fingerprint of a program with the other ranks', in the order of collectives.
 
     Args:
       fingerprint: that of the program.

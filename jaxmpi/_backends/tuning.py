@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmpi._backends.communicator import Communicator
+from jaxmpi._backends.mpi_library import Communicator
 
 __all__ = [
     *("NODE_CHUNKS", "NODE_CHUNK_BYTES", "Network", "Tuning"),
@@ -168,7 +168,7 @@ def _latency(world: Communicator, firsts: list[int]) -> float:
 
 
 def _ring_seconds(world: Communicator, firsts: list[int], size: int, piece_bytes: int) -> float:
-    """Return the seconds in which this rank sends `size` bytes to the next of a ring and gets as many."""
+    """Return the seconds in which a rank sends `size` bytes around a ring and gets as many."""
     at = firsts.index(world.rank)
     after, before = firsts[(at + 1) % len(firsts)], firsts[at - 1]
     sent, received = np.zeros(size, np.uint8), np.empty(size, np.uint8)

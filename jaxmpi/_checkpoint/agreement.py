@@ -3,10 +3,10 @@
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from jaxmpi._backends.base import fingerprint_of
-from jaxmpi._backends.interface import Processes, Ranks
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._checkpoint.manifest import Leaf
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call, mismatch_of
@@ -79,7 +79,7 @@ def agree(backend: Ranks, function: str, side: Side) -> list[Side]:
         "last save": [side.last_save],
     }
     call = _call(function, side.lines)
-    reports = compare.gather_reports(cast(Processes, backend), call, details)
+    reports = compare.gather_reports(backend, call, details)
     if any(report.call != call for report in reports):
         raise mismatch_of(reports)
     sides = []

@@ -177,6 +177,12 @@ def register_program(
     backend.registry.programs[call.fingerprint] = Registered(call, sent, details)
 
 
+def _registered(backend: Ranks, fingerprint: int) -> Registered | None:
+    """Return the program with a fingerprint, if this rank has traced it."""
+    found = backend.registry.programs.get(fingerprint)
+    return found if isinstance(found, Registered) else None
+
+
 def set_mismatch_handler(backend: Ranks) -> None:
     """Have `_explain` write the error where messages of a program differ between the ranks."""
     backend.explain_mismatches(partial(_explain, backend))
@@ -185,21 +191,19 @@ def set_mismatch_handler(backend: Ranks) -> None:
 def _explain(backend: Ranks, fingerprint: int, message: str | Message, ranks: Sequence[int]) -> str:
     """Return the text of the error for messages that differ, and keep it for `raise_mismatch`."""
     message = str(message)
-    program = backend.registry.programs.get(fingerprint)
+    program = _registered(backend, fingerprint)
     call, details = (program.call, program.details()) if program else (Call.of(message), {})
     error = _mismatch(backend, call, details, message, ranks)
-    backend.registry.found[:] = [error]
-    return f"RankMismatchError: {error}"
+    return f"RankMismatchError: {error} {backend.registry.keep(error)}"
 
 
 def raise_mismatch(backend: Ranks, error: Exception) -> None:
     """Raise the RankMismatchError behind the JaxRuntimeError of a program, if there is one.
 
-    XLA carries only the text of an error, so the error itself was kept.
+    XLA carries only the text of an error, so the error itself was kept, under a mark in the text.
     """
-    found = backend.registry.found
-    if found and str(found[0]) in str(error):
-        raise found.pop() from None
+    if found := backend.registry.pop(str(error)):
+        raise found from None
 
 
 def has_run(backend: Ranks, fingerprint: int) -> bool:
@@ -220,7 +224,8 @@ def describe(backend: Processes, fingerprint: int, *, lately: bool = False) -> s
     program, what = backend.described(fingerprint)
     if not is_program(backend, fingerprint):
         return str(what) or "a collective"
-    registered = backend.registry.programs[program]
+    registered = _registered(backend, program)
+    assert registered is not None
     title, collectives = registered.call.title, registered.sent(lately=lately)
     if what in ("", title):  # the program as a whole
         more = f", and {len(collectives) - 1} more" if len(collectives) > 1 else ""

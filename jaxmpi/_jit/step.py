@@ -7,7 +7,7 @@ from types import MethodType
 import jax
 
 from jaxmpi import _axis, _jaxcompat
-from jaxmpi._backends.interface import Ranks
+from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._jit.arguments import check_arguments
 from jaxmpi._jit.compares_before import ComparesBefore
 from jaxmpi._jit.compares_inline import ComparesInline
@@ -87,9 +87,14 @@ class Step:
         self.clear_cache()  # where what follows raises, the next call raises, too
         self._jitted = Jitted(self._function, self._options, backend)
         self._plain = self._jitted.plain
-        make = partial(partial, function=self._function, options=self._options, jitted=self._jitted)
-        self._executor = backend.executor(inline=make(ComparesInline), before=make(ComparesBefore))
+        self._executor = backend.executor(
+            inline=partial(self._executor_of, ComparesInline),
+            before=partial(self._executor_of, ComparesBefore),
+        )
         self._backend = backend  # at last: another thread may be calling
+
+    def _executor_of(self, kind: type[Executor], ranks: Processes) -> Executor:
+        return kind(ranks, function=self._function, options=self._options, jitted=self._jitted)
 
     def _inside(self) -> Callable[..., PyTree]:
         """Return the function for a caller that is traced itself."""

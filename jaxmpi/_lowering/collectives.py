@@ -24,7 +24,7 @@ from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._backends.lax_collectives import from_root
-from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
+from jaxmpi._backends.wire import LOCAL_REDUCE
 from jaxmpi._lowering.refuse import refuse, refuse_dtype, refuse_groups, refuse_names, refuse_pairs
 
 __all__ = ["Translation", "broadcast", "coordinate", "has_groups", "over_all_ranks", "translate"]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxmpi._backends.interface import Ranks
-from jaxmpi._backends.within_groups import of_all
+from jaxmpi._backends.wire import of_all
 from jaxmpi._lowering.plan import Entry
 
 __all__ = ["Cost", "Speed", "cost", "table"]

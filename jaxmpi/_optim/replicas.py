@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
+from jaxmpi._backends.wire import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name

@@ -165,7 +165,7 @@ def _check_settings(
     if backend == "single" or (backend == "auto" and launched == 1):
         _checked()
         return backend, sized_axes("init", checked_axes("init", axes), 1)
-    from jaxmpi._backends.start_checks import gathered
+    from jaxmpi._backends.start import gathered
 
     def asked_for() -> dict[str, object]:
         named = str(checked_axes("init", axes) or None)
@@ -199,7 +199,7 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     """Return the backend for "auto", the same on all ranks."""
     if launched == 1:
         return "single"
-    from jaxmpi._backends.start_checks import gathered
+    from jaxmpi._backends.start import gathered
 
     shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
     if any(names for _, names in shown) and not _devices.enough(shown):
@@ -222,13 +222,13 @@ def _join(
         # the GPU of the rank that has started this process
         _devices.choose(*(parent[1:] if parent else (0, 1)), devices)
         return None
-    # here, because it imports mpi4py
-    from jaxmpi._backends import transport
+    # here, as a job of one rank does not need it
+    from jaxmpi._backends.start import join, join_xla
 
     if backend == "xla":
-        ranks = transport.join_xla(launched, devices)
+        ranks = join_xla(launched, devices)
     else:
-        ranks = transport.join(launched, devices, jax_processes)
+        ranks = join(launched, devices, jax_processes)
     compare.set_mismatch_handler(ranks)
     return ranks
 

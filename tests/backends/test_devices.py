@@ -8,7 +8,7 @@ from test_native import run
 
 import jaxmpi
 from jaxmpi import _devices
-from jaxmpi._backends import start_checks
+from jaxmpi._backends import start
 from jaxmpi.testing import run_ranks
 
 MEMORY = (
@@ -54,7 +54,7 @@ def taken(names, size, **given):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            start_checks.take_device(size, None)
+            start.take_device(size, None)
         return [str(warning.message) for warning in caught], os.environ.get(
             "XLA_CLIENT_MEM_FRACTION"
         )
@@ -135,9 +135,9 @@ jaxmpi.init(os.environ["ASKED"])
 
 
 def test_ranks_on_different_platforms_are_refused():
-    start_checks.check_platforms(["gpu", "gpu"])
+    start.check_platforms(["gpu", "gpu"])
     with pytest.raises(
         jaxmpi.MPIError,
         match=r"rank 0 uses platform gpu, and rank 2 uses platform cpu.*JAX_PLATFORMS",
     ):
-        start_checks.check_platforms(["gpu", "gpu", "cpu", "cpu"])
+        start.check_platforms(["gpu", "gpu", "cpu", "cpu"])

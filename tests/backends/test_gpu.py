@@ -95,12 +95,12 @@ import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 import jaxmpi
 import jaxmpi._native as extension
-from jaxmpi._backends import native, transport
+from jaxmpi._backends import native, start
 
 handler = extension.handler
 extension.handler = lambda name: handler("rehearsal" if name == "host" else name)
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
+start.why_not_native = lambda: extension.use_cuda({library!r}) or None
 w = jaxmpi.init()
 n, me = w.size, w.rank
 columns = [1, 7, 2_500_000, 0, 64, 70_001]  # several batches, which end in the middle of arrays
@@ -174,13 +174,13 @@ WORKS = """
 import importlib, os, sys, threading, time
 import jax.numpy as jnp
 import jaxmpi
-from jaxmpi._backends import native, transport
+from jaxmpi._backends import native, start
 
 extension = importlib.import_module("jaxmpi._native")
 handler = extension.handler
 extension.handler = lambda name: handler("rehearsal" if name == "host" else name)
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
+start.why_not_native = lambda: extension.use_cuda({library!r}) or None
 world = jaxmpi.init()
 slow = world.rank == world.size - 1
 step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
@@ -222,13 +222,13 @@ import importlib, os
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 import jaxmpi
-from jaxmpi._backends import native, transport
+from jaxmpi._backends import native, start
 
 extension = importlib.import_module("jaxmpi._native")
 handler, rehearsed = extension.handler, {{"host": "rehearsal", "start": "start_rehearsal"}}
 extension.handler = lambda name: handler(rehearsed.get(name, name))
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
+start.why_not_native = lambda: extension.use_cuda({library!r}) or None
 w = jaxmpi.init()
 n = w.size
 
@@ -282,11 +282,11 @@ BOTH = """
 import importlib
 import jax, jax.numpy as jnp, numpy as np
 import jaxmpi
-from jaxmpi._backends import native, transport
+from jaxmpi._backends import native, start
 
 extension = importlib.import_module("jaxmpi._native")
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
+start.why_not_native = lambda: extension.use_cuda({library!r}) or None
 registered, register = [], jax.ffi.register_ffi_target
 def noted(name, handler, platform="cpu", **options):
     registered.extend([platform] * (name == "jaxmpi_collective"))

@@ -24,7 +24,7 @@ from programs import segments_left
 
 import jaxmpi
 from jaxmpi import MPIError
-from jaxmpi._backends import extension, shared_memory, transport
+from jaxmpi._backends import extension, native_transports, start
 from jaxmpi.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +38,7 @@ DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "comple
 
 def test_it_is_built_and_is_the_default():
     """The extension is built where there is a compiler; elsewhere mpi4jax is the default."""
-    assert transport.why_not_native() is None
+    assert start.why_not_native() is None
 
 
 @run_ranks(2)
@@ -538,15 +538,15 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(jaxmpi.MPIError, match=said) as caught,
     ):
-        patch.setattr(shared_memory, "SHARED_MEMORY", folder)
+        patch.setattr(native_transports, "SHARED_MEMORY", folder)
         patch.setattr(
-            shared_memory,
+            native_transports,
             "uuid",
             types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"test-of-{world.size}")),
         )
         if why == "one cannot map it":
-            patch.setattr(shared_memory, "mmap", types.SimpleNamespace(mmap=mmap_of))
-        shared_memory.shared_memory(world, node, 1 << 55 if why == "too large" else 1 << 20)
+            patch.setattr(native_transports, "mmap", types.SimpleNamespace(mmap=mmap_of))
+        native_transports.shared_memory(world, node, 1 << 55 if why == "too large" else 1 << 20)
     node.Free()
     assert f"Make room in {folder}, or set JAXMPI_TRANSPORT=mpi4jax." in str(caught.value)
     assert len(set(jaxmpi.allgather_object(str(caught.value)))) == 1

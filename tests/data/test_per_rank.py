@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi._backends.votes import _ByMpi, open_votes
+from jaxmpi._backends.asleep import _ByMpi, open_votes
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 

@@ -297,11 +297,11 @@ def test_ranks_that_wait_use_no_core():
 
 @run_ranks(2)
 def test_what_is_larger_than_a_piece_arrives():
-    from jaxmpi._backends import handover
+    from jaxmpi._backends import asleep
 
     backend = session.current("test")
     data = os.urandom(1000)
-    with replaced(handover, "PIECE_BYTES", 64):
+    with replaced(asleep, "PIECE_BYTES", 64):
         got = backend.broadcast_asleep(data if jaxmpi.rank() == 0 else None, [0, 1], "data")
     assert got == jaxmpi.broadcast_object(data)
 

@@ -14,7 +14,7 @@ from programs import on_ranks, run
 
 import jaxmpi
 from jaxmpi import _devices
-from jaxmpi._backends import jax_processes, mpi_library
+from jaxmpi._backends import mpi_library, xla
 from jaxmpi._job.process import launchers
 from jaxmpi._world.init import _choose
 from jaxmpi._world.world import sized_axes
@@ -507,7 +507,7 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 
         return [of(next(ranks)) for _ in range(launched)]
 
-    monkeypatch.setattr("jaxmpi._backends.start_checks.gathered", gathered)
+    monkeypatch.setattr("jaxmpi._backends.start.gathered", gathered)
     monkeypatch.setattr(_devices, "visible", lambda devices: ["0"])
     assert _choose(2, None) == backend
 
@@ -632,12 +632,12 @@ def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    jax_processes.join_jax_processes(1, 2, True, lambda obj: obj)  # they are
+    xla.join_jax_processes(1, 2, True, lambda obj: obj)  # they are
     with pytest.raises(
         RuntimeError,
         match=r"made this process 1 of 2, and it is rank 0 of 2 in MPI. Leave that call out",
     ):
-        jax_processes.join_jax_processes(0, 2, True, lambda obj: obj)
+        xla.join_jax_processes(0, 2, True, lambda obj: obj)
 
 
 @pytest.mark.parametrize(
@@ -661,16 +661,14 @@ def test_the_addresses_at_which_xla_listens(
         "initialize",
         lambda address, *_, **options: seen.update(options, address=address),
     )
-    monkeypatch.setattr(
-        jax_processes._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host)
-    )
-    monkeypatch.setattr(jax_processes._jaxcompat, "backends_started", lambda: False)
-    monkeypatch.setattr(jax_processes, "_towards", lambda host: own)
+    monkeypatch.setattr(xla._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host))
+    monkeypatch.setattr(xla._jaxcompat, "backends_started", lambda: False)
+    monkeypatch.setattr(xla, "_towards", lambda host: own)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setenv("JAXMPI_HOST", named or "")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "to be removed afterwards")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    jax_processes.join_jax_processes(0, 2, local_size == 2, lambda obj: obj)
+    xla.join_jax_processes(0, 2, local_size == 2, lambda obj: obj)
     port = seen["address"].rpartition(":")[2]
     assert (seen["address"], seen["coordinator_bind_address"]) == (
         f"{address}:{port}",

@@ -126,9 +126,9 @@ def _mpi4jax() -> dict[str, object]:
 
 def _native() -> dict[str, str] | None:
     """Return why the native transport cannot be used; None if it can."""
-    from jaxmpi._backends import transport
+    from jaxmpi._backends.start import why_not_native
 
-    return _parts(transport.why_not_native())
+    return _parts(why_not_native())
 
 
 def _parts(error: MPIError | None) -> dict[str, str] | None:

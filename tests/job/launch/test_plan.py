@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from jaxmpi._backends import bucketing
+from jaxmpi._backends import wire
 
 
 def test_messages_cover_every_column_once():
@@ -14,7 +14,7 @@ def test_messages_cover_every_column_once():
         itemsize, small_bytes, max_items = (
             int(generator.integers(1, high)) for high in (17, 80, 40)
         )
-        plan = bucketing.messages(columns, itemsize, small_bytes=small_bytes, max_items=max_items)
+        plan = wire.messages(columns, itemsize, small_bytes=small_bytes, max_items=max_items)
         seen = []
         for p in itertools.chain(*plan):
             seen += [(p.leaf, column) for column in range(p.start, p.stop)]
@@ -29,9 +29,9 @@ def test_messages_cover_every_column_once():
 
 
 def test_messages_packs_small_leaves_into_one():
-    assert len(bucketing.messages([3] * 100, 4)) == 1
+    assert len(wire.messages([3] * 100, 4)) == 1
 
 
 def test_messages_splits_beyond_the_count_of_mpi():
-    plan = bucketing.messages([5 * 2**30 + 7], 4)
+    plan = wire.messages([5 * 2**30 + 7], 4)
     assert [p.stop - p.start for (p,) in plan] == [2**30] * 5 + [7]
