@@ -177,18 +177,19 @@ ffi::Error reported(Body body) {
   }
 }
 
-// Carry out a message on this thread, behind all that were started or sent ahead before it, by
-// run(transport, arrays, fingerprint, begin), which calls `begin` as in `carry_out`.
+// Carry out a message on this thread, in its turn, by run(transport, arrays, fingerprint, begin),
+// which calls `begin` as in `carry_out`.
 template <class Run>
 void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t message, Run run) {
-  drain(group);
-  Transport& transport = current(group);
-  const Fingerprints fingerprints = fingerprints_of(group, message);
-  std::optional<record::Exposed> exposed;
-  carry_out(transport, group, fingerprints, bytes_of(arrays), [&](auto begin) {
-    run(transport, std::move(arrays), fingerprints.compared, [&] {
-      begin();
-      exposed.emplace();
+  queue.run_at_once(group, [&] {
+    Transport& transport = current(group);
+    const Fingerprints fingerprints = fingerprints_of(group, message);
+    std::optional<record::Exposed> exposed;
+    carry_out(transport, group, fingerprints, bytes_of(arrays), [&](auto begin) {
+      run(transport, std::move(arrays), fingerprints.compared, [&] {
+        begin();
+        exposed.emplace();
+      });
     });
   });
 }
@@ -244,13 +245,13 @@ ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAttri
 
 // Start a message that `wait` ends. The first results are the operands, in place. In an allreduce
 // the wait returns them; otherwise it returns the results behind them. prepare() returns
-// carry(transport, operation, arrays, fingerprint, begin), which the communication thread calls.
+// carry(transport, operation, arrays, fingerprint, begin), which the queue's thread calls.
 template <class Prepare>
 ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, const CallAttributes& call,
                  Prepare prepare) {
   return reported([&] {
     // A program that failed before its waits has left its messages.
-    if (call.first) communication.forget();
+    if (call.first) queue.forget_started();
     try {
       Transport& transport = current(call.group);
       Operation operation = call.operation(transport);
@@ -259,15 +260,12 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, const CallAtt
       const size_t first_out = operation.kind == Kind::Allreduce ? 0 : arrays_in;
       std::vector<Array> arrays =
           arrays_of(operation.kind, transport.size(), args, rets, first_out);
-      CommunicationThread::Memory memory;
+      MessageQueue::Memory memory;
       for (size_t i = 0; i + 1 < rets.size(); ++i)
         memory.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
-      {
-        const record::Exposed exposed;
-        ahead.drain(call.group);
-      }
       // The fingerprints are those of this moment, not of when the thread gets to the message.
-      communication.start(
+      queue.start(
+          call.group,
           [arrays = std::move(arrays), operation, &transport, group = call.group,
            fingerprints = fingerprints_of(call.group, call.fingerprint), carry = prepare()] {
             carry_out(transport, group, fingerprints, bytes_of(arrays), [&](auto begin) {
@@ -276,7 +274,7 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, const CallAtt
           },
           std::move(memory));
     } catch (...) {
-      communication.forget();
+      queue.forget_started();
       throw;
     }
   });
@@ -313,10 +311,10 @@ ffi::Error start_rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, Cal
 ffi::Error wait(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
   return reported([&] {
     const record::Exposed exposed;
-    CommunicationThread::Memory memory;
+    MessageQueue::Memory memory;
     for (int32_t i = 0; i < started; ++i)
       memory.push_back(args.get<ffi::AnyBuffer>(i)->untyped_data());
-    communication.wait(memory);
+    queue.wait(memory);
   });
 }
 
@@ -333,10 +331,6 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
                               ffi::RemainingRets, CallAttributes call) {
   return reported([&] {
     if (number->element_count() != kHalves) throw std::runtime_error("no number of a message");
-    {
-      const record::Exposed exposed;
-      communication.drain();
-    }
     Transport& transport = current(call.group);
     Operation operation = call.operation(transport);
     operation.overlapped = true;
@@ -354,7 +348,7 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
                         nullptr, columns});
     }
     const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
-    const int64_t sent = ahead.start(
+    const int64_t sent = queue.send_ahead(
         call.group, arrays, rows,
         [operation, &transport, group = call.group,
          fingerprints = fingerprints_of(call.group, call.fingerprint)](std::vector<Array> copies) {
@@ -380,7 +374,7 @@ ffi::Error take_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAt
         static_cast<int64_t>(number->typed_data()[0] | uint64_t{number->typed_data()[1]} << 32);
     {
       const record::Exposed exposed;
-      if (ahead.take(sent, arrays)) return;
+      if (queue.take(sent, arrays)) return;
     }
     carry_out_on_host(std::move(arrays), call);
   });
@@ -389,13 +383,16 @@ ffi::Error take_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAt
 // A comparison
 
 // Compare a program at its start, where its first message may not do so. With `later`, all of its
-// messages are to all ranks, and a call after its first is compared with the next of them.
+// messages are to all ranks, and a call after its first is compared with the next of them: where
+// an earlier message to all ranks has failed, it sends nothing, and need not get that far.
 ffi::Error compare_on_host(ffi::RemainingArgs, ffi::RemainingRets, int64_t fingerprint,
                            bool later) {
   return reported([&] {
     current(kAll);
-    ahead.raise();
-    if (later && !uncompared.compare_now(fingerprint)) return;
+    if (later) {
+      queue.raise(kAll);
+      if (!uncompared.compare_now(fingerprint)) return;
+    }
     carry_out_now(kAll, {}, fingerprint,
                   [](Transport& transport, std::vector<Array>, int64_t compared, auto begin) {
                     begin();

@@ -4,15 +4,13 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "communication_thread.h"
 #include "gpu_staging.h"
-#include "messages_ahead.h"
+#include "message_queue.h"
 #include "record.h"
 #include "transport.h"
 #include "uncompared_calls.h"
@@ -24,9 +22,8 @@ constexpr int kAll = 0;  // the transport of all ranks
 // The first is that of all ranks. For each way to divide the ranks into groups there is one more,
 // of the group of this rank.
 extern std::vector<std::unique_ptr<Transport>>& transports;
-extern std::unique_ptr<Staging>& staging;   // for arrays of a GPU
-extern CommunicationThread& communication;  // messages from a start to a wait of the same call
-extern MessagesAhead& ahead;                // messages from a call of a program to a later one
+extern std::unique_ptr<Staging>& staging;  // for arrays of a GPU
+extern MessageQueue& queue;                // of the messages of all transports
 extern UncomparedCalls& uncompared;
 // Describes a mismatch: Python asks the other ranks what they are doing, and returns the text.
 extern std::function<std::string(const Fingerprints&, int32_t group)>& explain;
@@ -48,15 +45,11 @@ struct MessageMismatch : std::runtime_error {
 // rank has made before are part of what is compared.
 Fingerprints fingerprints_of(int32_t group, int64_t message);
 
-// Wait until nothing is in progress that must stay before another message to a group.
-void drain(int32_t group);
-
-// Carry out a message by run(begin), which calls `begin` when this rank is ready to communicate:
-// then the message is on record. Throw MessageMismatch where the ranks differ.
+// Carry out a message that has its turn by run(begin), which calls `begin` when this rank is ready
+// to communicate: then the message is on record. Throw MessageMismatch where the ranks differ.
 template <class Run>
 void carry_out(Transport& transport, int32_t group, const Fingerprints& fingerprints, int64_t bytes,
                Run run) {
-  const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   std::optional<record::Entered> entered;
   try {
     run([&] { entered.emplace(transport, fingerprints.message, bytes); });

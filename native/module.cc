@@ -148,7 +148,7 @@ NB_MODULE(_native, m) {
         nb::arg("byte"), nb::arg("request_bytes"), nb::arg("small_bytes"), nb::arg("direct_nodes"));
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"),
         nb::arg("direct") = false, nb::arg("root") = 0);
-  m.def("count_ahead_from", [](int64_t first) { job::ahead.count_from(first); });
+  m.def("count_ahead_from", [](int64_t first) { job::queue.count_from(first); });
   m.def("on_mismatch", &set_explain);
   m.def("compare", &compare);
   m.def("calls_before", [](int64_t calls) { return job::uncompared.before(calls); });

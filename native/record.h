@@ -17,7 +17,7 @@
 namespace jaxmpi::record {
 
 // Records a message as the last one, from its constructor, when this rank is ready to communicate,
-// to its destructor. The caller holds the transport's mutex.
+// to its destructor. It is the only message of its transport that is in progress.
 class Entered {
  public:
   Entered(const Transport& transport, int64_t fingerprint, int64_t bytes);

@@ -1,13 +1,12 @@
 // The collectives of a job: through shared memory within a node, and over MPI between nodes.
 //
 // The way of a call: XLA calls a handler (handlers.cc), which hands the arrays to the `Transport`
-// of the group of ranks, at once or by a thread (communication_thread.h, messages_ahead.h). That
+// of the group of ranks, at once or by a thread, in its turn (message_queue.h). That
 // cuts them into chunks (call.h) and takes these through the steps of a message (node.h): within a
 // node by within.h, and between nodes by between.h.
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -24,6 +23,7 @@ struct CollectiveMismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// It carries one message at a time: who calls it has the turn of a message queue.
 class Transport {
  public:
   // `nodes` are the same ranks of this node, once for each thread of a rank: each carries a part of
@@ -45,8 +45,6 @@ class Transport {
 
   // Compare a fingerprint, and exchange nothing else.
   FingerprintRange compare(int64_t fingerprint);
-
-  std::mutex one_at_a_time;  // held for each message: several threads carry messages
 
  private:
   // What one thread of a rank carries a part of a message with.
