@@ -174,6 +174,7 @@ class Backend(Protocol):
     nests: bool  # whether its programs may stand inside of others
     takes_references: bool  # whether its programs may have references as arguments of their loops
     fuses_mean: bool  # whether it carries "mean", and sums short floats in float32
+    encodes_int8: bool  # whether its programs may call the loops of native/int8.h
     compares_inline: bool  # whether the ranks compare their programs while these run
     same_module: bool  # whether all ranks must run one compiled program
 

@@ -66,6 +66,8 @@ class Native(Mpi):
         for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):
             handler = "host" if target == "collective" else target
             jax.ffi.register_ffi_target(f"jaxmpi_{target}", native.handler(handler), platform="cpu")
+        self.encodes_int8 = host
+        extension.register_int8(native)
         if not host:
             for target, handler in (
                 ("compare", "compare"),

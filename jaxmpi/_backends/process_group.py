@@ -61,7 +61,7 @@ class MpiProcessGroup(Activity):
     name: str  # of the backend
     forked = False  # whether this process is a forked child of the rank
     simulates = global_arrays = nests = fuses_mean = same_module = False
-    takes_references = True
+    encodes_int8, takes_references = False, True
 
     def __init__(self, mpi: ModuleType) -> None:
         """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""

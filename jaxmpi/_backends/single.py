@@ -26,6 +26,7 @@ class OneProcess:
     forked = False  # a forked child is one process, too
     long_operation = ""  # with what takes long, for those who watch
     simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
+    encodes_int8 = False
     takes_references = combines = True
     overlap = None
 
