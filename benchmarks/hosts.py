@@ -23,6 +23,8 @@ import numpy as np
 from common import Report, bars, parser, save
 from models import resnet50
 
+import jaxmpi
+
 HERE = Path(__file__).resolve().parent
 COORDINATOR = "10.77.0.1"  # the first host
 
@@ -58,7 +60,17 @@ NETWORKS = [
     Network(2, 2, 1, 1000, 0, 50, 1.4),
     Network(3, 1, 1, 500, 0, 20, 1.4),
     Network(4, 1, 1, 500, 0, 20, 1.4),
+    Network(2, 1, 0.1, 200, 0, 20, 1.2),
 ]
+# where codecs are measured, and int8's time by that of the cable for its bytes
+INT8_BOUNDS = {NETWORKS[0]: None, NETWORKS[-1]: 1.2}
+# the bytes that are sent, by those of float32
+SHARES = {
+    "16 arrays": 1,
+    "16 arrays bf16": 1 / 2,
+    "16 arrays, codec bf16": 1 / 2,
+    "16 arrays, codec int8": (1 + 4 / 256) / 4,
+}
 # jaxmpi's time by torch gloo's, on the first networks, by delay
 TORCH_BOUNDS = {0.1: 1.05, 1: 1.0, 10: 0.8}
 
@@ -95,6 +107,10 @@ def work(network):
     measure("1 KB", [(256,)], more={"jax.jit(x + 1), then MPI": peers.mpi4py_after_jit})
     measure("16 arrays", [(items // 16,)] * 16)
     measure("16 arrays bf16", [(items // 16,)] * 16, ml_dtypes.bfloat16, with_peers=False)
+    if network in INT8_BOUNDS:
+        for name, codec in {"bf16": jaxmpi.codecs.bf16(), "int8": jaxmpi.codecs.int8()}.items():
+            mean = peers.codec_mean(codec, [(items // 16,)] * 16)
+            report.measure(f"16 arrays, codec {name}", {"jaxmpi": mean}, seconds=3.0)
     if network == NETWORKS[1]:
         resnet = resnet50()
         measure("ResNet-50", resnet, with_peers=False)
@@ -135,15 +151,12 @@ def launch(number, folder):
 def ratios(network, us):
     """Yield (case, contenders, ratio, bound) of a network."""
     for case, name in sorted(us):
-        if name == "jaxmpi" and case.startswith("16 arrays"):
-            megabytes = network.megabytes / (2 if case.endswith("bf16") else 1)
+        if name == "jaxmpi" and case in SHARES:
+            limit_us = network.limit_us(network.megabytes * SHARES[case])
             bound = network.at_most if case == "16 arrays" else None
-            yield (
-                case,
-                "jaxmpi / the cable's limit",
-                us[case, name] / network.limit_us(megabytes),
-                bound,
-            )
+            if case == "16 arrays, codec int8":
+                bound = INT8_BOUNDS[network]
+            yield case, "jaxmpi / the cable's limit", us[case, name] / limit_us, bound
         elif name != "jaxmpi":
             bound = 1.2 if case == "1 KB" and name.startswith("MPI") else None
             if case == "16 arrays" and name.startswith("torch") and network in NETWORKS[:3]:
@@ -155,6 +168,9 @@ def ratios(network, us):
         us["16 arrays bf16", "jaxmpi"] / us["16 arrays", "jaxmpi"],
         0.6,
     )
+    if network in INT8_BOUNDS:
+        bf16, int8 = (us[f"16 arrays, codec {name}", "jaxmpi"] for name in ("bf16", "int8"))
+        yield "16 arrays", "codec int8 / codec bf16", int8 / bf16, 1.0
     if ("ResNet-50", "jaxmpi") in us:
         one = us["ResNet-50 as one array", "jaxmpi"]
         yield "ResNet-50", "161 arrays / one", us["ResNet-50", "jaxmpi"] / one, 1.05

@@ -112,6 +112,20 @@ def jaxmpi_mean(shapes, dtype):
     )
 
 
+def codec_mean(codec, shapes):
+    """Average with a codec, whose residuals are kept from call to call."""
+    import jaxmpi
+
+    def mean(tree):
+        means, residuals = codec.mean(tree[0], tree[1].per_rank)
+        return means, jaxmpi.PerRankState(residuals)
+
+    arrays = list(map(jnp.asarray, host(shapes, np.float32)))
+    return Fed(
+        jaxmpi.jit(mean, donate_argnums=0), (arrays, jaxmpi.PerRankState(codec.init(arrays)))
+    )
+
+
 def mpi4jax_per_leaf(shapes, dtype):
     """Average with mpi4jax, one message an array, in float32 as it knows no bfloat16."""
     import mpi4jax

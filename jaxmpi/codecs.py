@@ -26,6 +26,7 @@ from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._marks import with_parameters
+from jaxmpi._optim import int8_blocks
 from jaxmpi._optim.codec import Codec, OneMessage, check_codec
 from jaxmpi._optim.float_leaves import floats
 from jaxmpi._world import session
@@ -131,21 +132,15 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
 
     def mean(updates: PyTree, state: Residual) -> tuple[PyTree, Residual]:
         leaves, put = floats("codecs.int8", with_parameters(updates, label))
-        size, k = ranks(), columns(leaves)
-        # m = g + e: all leaves as one vector, cut into a row for each rank
-        flat = _flatten(leaves)
-        m = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
-        # round 1: this rank gets its shard from all ranks, and forms the mean of it
-        sent = _encode_int8(m, block)
-        received = _decode_int8(Caller("codecs.int8").alltoall(sent, axis=axis), block, k)
-        y = jnp.sum(received, axis=0) / size + state.summed
+        # round 1: all leaves as one vector, cut into a row for each rank; this rank gets its shard
+        # from all ranks
+        sent, kept = int8_blocks.encode(leaves, state.sent, block)
+        received = Caller("codecs.int8").alltoall(sent, axis=axis)
         # round 2: the shards of the mean go to all ranks, rounded like the gradients
-        answer = _encode_int8(y, block)
+        answer, kept_of_mean = int8_blocks.encode_mean(received, state.summed, block)
         gathered = Caller("codecs.int8").allgather(answer, axis=axis)
-        whole = _decode_int8(gathered, block, k).reshape(-1)
-        # e ← m - decode(encode(m)), and the same for the mean
-        residual = Residual(m - _decode_int8(sent, block, k), y - _decode_int8(answer, block, k))
-        return put(_unflatten(whole, leaves)), residual
+        means = int8_blocks.decode(gathered, leaves, block)
+        return put(means), Residual(kept, kept_of_mean)
 
     def init_one(params: PyTree) -> jax.Array:
         leaves, _ = floats("codecs.int8", params)
@@ -153,33 +148,15 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
 
     def encode_one(updates: PyTree, state: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         leaves, _ = floats("codecs.int8", with_parameters(updates, label))
-        m = jnp.pad(_flatten(leaves), (0, state.size - _count(leaves))) + state
-        sent = _encode_int8(m, block)
-        return [sent], m - _decode_int8(sent, block, state.size)
+        sent, kept = int8_blocks.encode(leaves, state, block)
+        return [sent], kept
 
     def decode_one(gathered: list[jax.Array], like: PyTree) -> PyTree:
         leaves, put = floats("codecs.int8", like)
-        numbers = _decode_int8(gathered[0], block, _round_up(_count(leaves), block))
+        numbers = int8_blocks.rows(gathered[0], block)
         return put(_unflatten(jnp.mean(numbers, axis=0), leaves))
 
     return Codec(init, mean, OneMessage(init_one, encode_one, decode_one, averages=False), axis)
-
-
-def _encode_int8(x: jax.Array, block: int) -> jax.Array:
-    """Encode float32 `[..., k]` as int8 `[..., k + 4·k/block]`: numbers, then bytes of scales."""
-    blocks = x.reshape(*x.shape[:-1], -1, block)
-    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
-    q = jnp.round(blocks / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
-    # the scales travel in the same array, so that there is one message
-    scales = jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)
-    return jnp.concatenate([q.reshape(x.shape), scales.reshape(*x.shape[:-1], -1)], axis=-1)
-
-
-def _decode_int8(coded: jax.Array, block: int, k: int) -> jax.Array:
-    """Decode the k numbers in each row of `_encode_int8`."""
-    q, scales = coded[..., :k], coded[..., k:].reshape(*coded.shape[:-1], k // block, 4)
-    scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
-    return (q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale).reshape(q.shape)
 
 
 def _count(leaves: list[jax.Array]) -> int:
@@ -189,11 +166,6 @@ def _count(leaves: list[jax.Array]) -> int:
 def _round_up(n: int, block: int) -> int:
     """Round n up to a multiple of the block length."""
     return -(-n // block) * block
-
-
-def _flatten(leaves: list[jax.Array]) -> jax.Array:
-    """Return all numbers of the leaves as one float32 vector."""
-    return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
 
 
 def _unflatten(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "int8_handlers.h"
 #include "job.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -445,6 +446,7 @@ void* find(const std::string& name) {
   if (name == "gpu") return reinterpret_cast<void*>(gpu_handler);
   if (name == "rehearsal") return reinterpret_cast<void*>(rehearsal_handler);
   if (name == "rank") return reinterpret_cast<void*>(rank_handler);
+  if (void* handler = int8::find_handler(name)) return handler;
   throw std::invalid_argument("no handler is called " + name);
 }
 

@@ -111,7 +111,7 @@ NB_MODULE(_native, m) {
       "the sources.";
   // Change the number with every change of what Python calls, and that in extension.py with it: by
   // this Python refuses an extension of another version.
-  m.attr("interface") = 10;
+  m.attr("interface") = 11;
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = handlers::ffi_version();
   m.attr("compiler") = kCompiler;

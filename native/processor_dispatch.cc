@@ -1,10 +1,10 @@
-// The functions of reduce.h, by the loops for the processor that this process runs on.
-#include "reduce.h"
+// The functions of reduce.h and int8.h, by the loops for the processor that this process runs on.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
+#include "int8_loops.h"
 #include "reduce_loops.h"
 
 namespace jaxmpi {
@@ -79,4 +79,33 @@ void stream_bytes(void* to, const void* from, int64_t bytes) {
   best().stream_bytes(to, from, bytes);
 }
 
+namespace int8 {
+namespace {
+
+const Loops& best() {
+#if defined(__x86_64__)
+  static const Loops& loops = processor.avx512 ? v4::loops : v3::loops;
+  return loops;
+#else
+  return v1::loops;
+#endif
+}
+
+}  // namespace
+
+void encode(const Part* parts, int64_t count, int64_t skipped, const float* e, int64_t block,
+            int64_t blocks, Bytes out, float* residual) {
+  best().encode(parts, count, skipped, e, block, blocks, out, residual);
+}
+
+void encode_mean(const ConstBytes* rows, int size, const float* e, int64_t block, int64_t blocks,
+                 Bytes out, float* residual) {
+  best().encode_mean(rows, size, e, block, blocks, out, residual);
+}
+
+void decode(ConstBytes row, int64_t block, int64_t first, int64_t count, float* out) {
+  best().decode(row, block, first, count, out);
+}
+
+}  // namespace int8
 }  // namespace jaxmpi

@@ -12,9 +12,17 @@ from jaxlib import version as jaxlib_version
 
 from jaxmpi._errors import MPIError
 
-__all__ = ["Extension", "check_ffi", "how_to_build", "load", "rank_value", "sources_digest"]
+__all__ = [
+    "Extension",
+    "check_ffi",
+    "how_to_build",
+    "load",
+    "rank_value",
+    "register_int8",
+    "sources_digest",
+]
 
-INTERFACE = 10  # what this Python code calls; the extension exports the number it was built with
+INTERFACE = 11  # what this Python code calls; the extension exports the number it was built with
 ROOT = Path(__file__).parents[2]  # the folder of the sources, in an editable install
 
 
@@ -145,6 +153,12 @@ def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
         return lambda: np.int32(rank)
     jax.ffi.register_ffi_target("jaxmpi_rank", native.handler("rank"), platform="cpu")
     return jax.ffi.ffi_call("jaxmpi_rank", jax.ShapeDtypeStruct((), np.int32))
+
+
+def register_int8(native: Extension) -> None:
+    """Have XLA know the loops of `codecs.int8`."""
+    for target in ("int8_encode", "int8_encode_mean", "int8_decode"):
+        jax.ffi.register_ffi_target(f"jaxmpi_{target}", native.handler(target), platform="cpu")
 
 
 def check_ffi(native: Extension) -> None:

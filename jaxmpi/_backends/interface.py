@@ -196,6 +196,15 @@ class Transport(ABC):
     def shared_module(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr | None:
         """Return the program if all ranks must compile it alike; None if each may for itself."""
 
+    @abstractmethod
+    def loops(self, *, xla: T, native: T) -> T:
+        """Return one of two forms of a computation, which gives the same bits.
+
+        Args:
+          xla: of XLA's operations.
+          native: calls of the native extension's loops.
+        """
+
     # messages
 
     @abstractmethod

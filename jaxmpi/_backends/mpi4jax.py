@@ -133,6 +133,10 @@ class Mpi4jax(MpiTransport):
                     received[piece.leaf].append(part)
         return received
 
+    def loops(self, *, xla: T, native: T) -> T:
+        """Return the form of XLA's operations."""
+        return xla
+
     def connects(self, call: Collective) -> bool:
         """Return whether the groups have communicators, as those along axes of `init` do."""
         return not call.groups or call.groups in self._communicators

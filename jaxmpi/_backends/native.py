@@ -94,6 +94,8 @@ class Native(MpiTransport):
         for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):
             handler = "host" if target == "collective" else target
             jax.ffi.register_ffi_target(f"jaxmpi_{target}", native.handler(handler), platform="cpu")
+        self._on_host = host
+        extension.register_int8(native)
         if not host:
             for target, handler in (
                 ("compare", "compare"),
@@ -163,6 +165,10 @@ class Native(MpiTransport):
         fingerprint = self._fingerprint(call, _message(call, xs))
         outs = native_calls.run(on_wire(call, xs, self._fits), call, self, fingerprint)
         return off_wire(call, xs, outs)
+
+    def loops(self, *, xla: T, native: T) -> T:
+        """Return the calls of the extension's loops, which are for arrays in the host's memory."""
+        return native if self._on_host else xla
 
     def connects(self, call: Collective) -> bool:
         """Return whether the groups have transports, as those along axes of `init` do."""

@@ -257,6 +257,10 @@ class InProcess(Transport):
         """Return None: there is one module."""
         return None
 
+    def loops(self, *, xla: T, native: T) -> T:
+        """Return the form of XLA's operations."""
+        return xla
+
     def connects(self, call: Collective) -> bool:
         """Return that `call` is within its groups, as on backend "xla"."""
         return True

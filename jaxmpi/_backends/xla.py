@@ -131,6 +131,10 @@ class Xla(MpiTransport):
         """
         return jaxpr
 
+    def loops(self, *, xla: T, native: T) -> T:
+        """Return the form of XLA's operations."""
+        return xla
+
     def connects(self, call: Collective) -> bool:
         """Return that XLA has groups for each of its collectives."""
         return True

@@ -8,6 +8,7 @@ objective       the loss and its functions that `update` gets beside the gradien
 adasum          Adasum, the adaptive sum of gradients
 noise_scale     `measure_noise_scale`: the gradient noise scale
 codec           the interface of a codec; the codecs are in `jaxmpi.codecs`
+int8_blocks     blocks of 8-bit numbers with a scale each, for `codecs.int8`
 deterministic   `micro_batch_grads`: the same bits for any number of ranks
 
 Fewer messages:

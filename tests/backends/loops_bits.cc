@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "int8_loops.h"
 #include "reduce_loops.h"
 
 namespace {
@@ -72,9 +73,37 @@ uint64_t digest(const std::vector<char>& bytes) {
   return hash;
 }
 
+// Print digests of what codecs.int8 makes of numbers in blocks: of a vector's length, longer, shorter.
+void print_int8() {
+  const int8::Loops& loops = int8::LEVEL::loops;
+  std::vector<std::vector<char>> arrays;
+  for (int i = 0; i < kSources; ++i) arrays.push_back(numbers_of(Type::F32, 7700 + i));
+  const auto floats = [&](int i) { return reinterpret_cast<float*>(arrays[i].data()); };
+  for (int64_t block : {1, 16, 37, 1000}) {
+    const int64_t blocks = kNumbers / block, k = blocks * block;
+    std::vector<std::vector<char>> codes(kSources, std::vector<char>(k + 4 * blocks));
+    std::vector<int8::ConstBytes> rows;
+    std::vector<char> residual(4 * k), out(4 * k), answer(k + 4 * blocks);
+    float* kept = reinterpret_cast<float*>(residual.data());
+    for (int i = 0; i < kSources; ++i) {
+      // two arrays, of which the first begins before these numbers, and zeros behind them
+      const int8::Part parts[] = {{floats(i), 70}, {floats(i) + 70, 1000}};
+      std::memcpy(residual.data(), arrays[(i + 1) % kSources].data(), residual.size());
+      loops.encode(parts, 2, 5, kept, block, blocks, {codes[i].data(), codes[i].data() + k}, kept);
+      rows.push_back({codes[i].data(), codes[i].data() + k});
+      std::printf("int8 %d %d %016" PRIx64 "\n", static_cast<int>(block), i, digest(codes[i]) ^ digest(residual));
+    }
+    loops.encode_mean(rows.data(), kSources, kept, block, blocks, {answer.data(), answer.data() + k}, kept);
+    std::printf("int8 %d mean %016" PRIx64 "\n", static_cast<int>(block), digest(answer) ^ digest(residual));
+    loops.decode(rows[0], block, 3, k - 5, reinterpret_cast<float*>(out.data()));
+    std::printf("int8 %d decoded %016" PRIx64 "\n", static_cast<int>(block), digest(out));
+  }
+}
+
 }  // namespace
 
 int main() {
+  print_int8();
   const Loops& loops = jaxmpi::LEVEL::loops;
   for (int t = 0; t <= static_cast<int>(Type::C128); ++t) {
     const Type type = static_cast<Type>(t);

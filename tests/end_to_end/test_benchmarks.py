@@ -125,6 +125,13 @@ def test_optimizers_compares_the_transforms():
     assert float(sizes["sharded"]) == pytest.approx(float(sizes["distributed"]) / 2, rel=1e-3)
 
 
+def test_codec_times_has_the_milliseconds_of_each_codec():
+    output = run(on_ranks(2, "benchmarks/codec_times.py", "--quick"))
+    found = re.findall(r"^20 MB +codec (\w+), ms +([\d.]+), .*at most", output, re.MULTILINE)
+    assert [name for name, _ in found] == ["bf16", "f16", "int8"]
+    assert all(0 < float(milliseconds) < 10_000 for _, milliseconds in found)
+
+
 def test_fsdp_holds_less_than_zero_1():
     output = run(on_ranks(2, "benchmarks/fsdp.py", "--quick", "--layers", "3", "--width", "64"))
     printed = re.findall(r"^(\S+) +MB of a rank: peak +([\d.]+)", output, re.MULTILINE)
