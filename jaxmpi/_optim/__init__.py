@@ -11,8 +11,7 @@ noise_scale     `measure_noise_scale`: the gradient noise scale
 
 Fewer messages:
 accumulate      `accumulate`: gradient accumulation, one communication for several steps
-local_sgd       `local_sgd`: local SGD and DiLoCo
-streaming_diloco  Streaming DiLoCo: `local_sgd` with fragments or a delay
+local_sgd       `local_sgd`: local SGD, DiLoCo and Streaming DiLoCo
 
 Shards:
 zero1           `sharded`: ZeRO-1, the optimizer's state in shards
