@@ -32,12 +32,12 @@ from ._jit.pmap import pmap
 from ._job.launch.pool import launch
 from ._job.process.busy import busy
 from ._optim.accumulate import accumulate
-from ._optim.average import average_gradients, average_loss
 from ._optim.clip import clip_by_global_norm
 from ._optim.deterministic import micro_batch_grads
-from ._optim.distributed import distributed
+from ._optim.distributed import average_gradients, distributed
 from ._optim.fsdp import fully_shard, unshard
 from ._optim.local_sgd import local_sgd
+from ._optim.loss import average_loss
 from ._optim.noise_scale import measure_noise_scale
 from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.replicas import check_replicas, watch_replicas

@@ -26,7 +26,7 @@ from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.at_exit import STOP_SECONDS, Step, at_exit
 from jaxmpi._leaves import PyTree, as_array, check_fits, widest
-from jaxmpi._optim.weights import Weight, weighted_mean
+from jaxmpi._optim.mean import Allreduce, Weight
 from jaxmpi._world import session
 
 __all__ = ["average_metrics", "get_logger", "print", "progress"]
@@ -211,7 +211,9 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
             check("average_metrics", path, leaf)
     dtype = widest(*leaves)
     floats = treedef.unflatten([jnp.asarray(x, dtype) for x in leaves])
-    return weighted_mean("average_metrics", floats, weight, empty=jnp.nan)
+    mean = Allreduce("average_metrics").by(weight, empty=jnp.nan)
+    means, _, _ = mean.mean(floats, (), ())
+    return means
 
 
 def _check_number(function: str, path: KeyPath, leaf: object) -> None:

@@ -20,7 +20,7 @@ from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._nn.stat_names import FUNCTION, StatGroup, StatLeaf, named_leaves, pair_up
 from jaxmpi._optim.float_leaves import sum_of
-from jaxmpi._optim.weights import Weight, as_weight, check_total
+from jaxmpi._optim.mean import Weight, as_weight, check_total
 from jaxmpi._world import session
 
 __all__ = ["average_batch_stats"]

@@ -1,20 +1,18 @@
 """optax transforms that work with the gradients and parameters of all ranks.
 
 Means over ranks:
-distributed     `distributed`: an optimizer that gets the gradients of all ranks
-average         `average_gradients` and `average_loss`
-weights         weighted means, for batches of different sizes
-objective       the loss and its functions that `update` gets beside the gradients
+mean            `Mean`, the interface of all means; plain and weighted ones
+codec           means by a codec; the codecs are in `jaxmpi.codecs`
 adasum          Adasum, the adaptive sum of gradients
+deterministic   means with the same bits for any number of ranks; `micro_batch_grads`
+loss            `average_loss`; the loss and its functions that `update` gets beside the gradients
+distributed     `distributed`, `average_gradients`: the gradients of all ranks for an optimizer
 noise_scale     `measure_noise_scale`: the gradient noise scale
-codec           the interface of a codec; the codecs are in `jaxmpi.codecs`
 int8_blocks     blocks of 8-bit numbers with a scale each, for `codecs.int8`
-deterministic   `micro_batch_grads`: the same bits for any number of ranks
 
 Fewer messages:
 accumulate      `accumulate`: gradient accumulation, one communication for several steps
-local_sgd       `local_sgd`: local SGD and DiLoCo
-streaming_diloco  Streaming DiLoCo: `local_sgd` with fragments or a delay
+local_sgd       `local_sgd`: local SGD, DiLoCo and Streaming DiLoCo
 
 Shards:
 zero1           `sharded`: ZeRO-1, the optimizer's state in shards

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._marks import equal_on_all_ranks
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, wide
-from jaxmpi._optim.weights import Weight, as_weight, scaled
+from jaxmpi._optim.mean import Weight, as_weight, scaled
 from jaxmpi._per_rank_state import PerRankState
 
 __all__ = ["AccumulateState", "accumulate"]

@@ -4,7 +4,7 @@ Floating-point sums depend on their order, so three orders are fixed:
 
 1. Over micro-batches. A global batch is cut into M micro-batches, whatever the number of ranks.
    Each is differentiated by itself, in a loop with the same body everywhere, and the M gradients
-   are added in one binary tree: neighbors first, then their sums (`canonical_mean`).
+   are added in one binary tree: neighbors first, then their sums (`MicroBatchMean`).
 2. Within a micro-batch and within the optimizer, for any number of threads. XLA's CPU backend gives
    sums of arrays to a library that splits them among its threads, so the same program has other
    bits with two threads than with one. It keeps a sum in one loop if the sum has to do arithmetic
@@ -17,8 +17,10 @@ Floating-point sums depend on their order, so three orders are fixed:
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +43,10 @@ from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._lowering.trace import evaluate
 from jaxmpi._marks import with_parameters
 from jaxmpi._optim.float_leaves import map_floats, wide
+from jaxmpi._optim.mean import Mean, Traits
 from jaxmpi._world import session
 
-__all__ = ["canonical_mean", "invariant_update", "micro_batch_grads"]
+__all__ = ["MicroBatchMean", "invariant_update", "micro_batch_grads"]
 
 
 # --- gradients of micro-batches ------------------------------------------------------------------
@@ -128,49 +131,77 @@ def _check_silent(jaxpr: ClosedJaxpr) -> None:
 # --- their mean, in one binary tree --------------------------------------------------------------
 
 
-def canonical_mean(stacks: PyTree, micro_batches: int, axis: Axis) -> PyTree:
-    """Return the mean of all ranks' leaves `[M/p, ...]` over their first axes.
+@final
+@dataclass(frozen=True)
+class MicroBatchMean(Mean):
+    """The mean of all ranks' micro-batches, added in one binary tree: leaves `[M/p, ...]`.
 
-    mean = (1/M) · Σ_i g_i, added in a binary tree over i = 0 ... M-1 that does not depend on p.
+    mean = (1/M) · Σ_i g_i over i = 0 ... M-1, in an order that does not depend on p. `extra` has
+    the same first axis, and is averaged in the same tree.
+
+    **Communication:** an alltoall of the sums of this rank's complete branches, and an allgather of
+    the mean.
     """
-    size = axis_size(axis, session.current("distributed"))
-    here = _micro_batches_here("distributed", micro_batches, axis)
-    # This rank has the micro-batches from rank·here on. Blocks of `branch` of them, the largest
-    # power of two that divides `here`, are complete branches of the tree. On one rank that is the
-    # whole tree.
-    branch = here & -here if size > 1 else here
 
-    def check(path: KeyPath, x: jax.Array) -> None:
-        if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != here):
-            raise ValueError(
-                f"distributed: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first "
-                f"axis must be the {here} micro-batches of this rank. Make the gradients with "
-                "jaxmpi.micro_batch_grads."
-            )
+    function: str
+    micro_batches: int
+    axis: Axis = AXIS
 
-    jax.tree_util.tree_map_with_path(check, stacks)
-    named = with_parameters(stacks, f"distributed micro_batches={micro_batches}")
+    @property
+    def traits(self) -> Traits:
+        return Traits("micro_batches", weights=False, functions=False, one_order=True)
 
-    # Each rank adds up its complete branches: [here / branch, numbers], or [numbers] on one rank.
-    def add_branches(x: jax.Array) -> jax.Array:
-        x = x.astype(wide(x.dtype)).reshape(here // branch, branch, -1)
-        return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, -1))
+    def init(self, params: PyTree) -> PyTree:
+        return ()
 
-    sums = map_floats("distributed", add_branches, named)
-    if size > 1:
-        # The rest of the tree spans ranks. Each rank gets one shard of the numbers, of all
-        # branches (alltoall: [size, here / branch, columns]), adds them in the order of the
-        # tree, and sends the sums to all (allgather).
-        shards = map_floats("distributed", lambda x: _shards_of_rows(x, size), sums)
-        shards = Caller("micro_batch_grads").alltoall(shards, axis=axis)
-        sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), shards)
-        sums = Caller("micro_batch_grads").allgather(sums, axis=axis)
+    def mean(self, updates: PyTree, extra: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        if not jax.tree.leaves(extra):  # errors name a leaf of the updates by its path
+            return self._mean_of(updates), extra, state
+        means, extra = self._mean_of((updates, extra))
+        return means, extra, state
 
-    def finish(x: jax.Array, total: jax.Array) -> jax.Array:
-        n = x.size // here
-        return (total.reshape(-1)[:n] / micro_batches).reshape(x.shape[1:]).astype(x.dtype)
+    def _mean_of(self, stacks: PyTree) -> PyTree:
+        function, micro_batches = self.function, self.micro_batches
+        size = axis_size(self.axis, session.current(function))
+        here = _micro_batches_here(function, micro_batches, self.axis)
+        # This rank has the micro-batches from rank·here on. Blocks of `branch` of them, the largest
+        # power of two that divides `here`, are complete branches of the tree. On one rank that is
+        # the whole tree.
+        branch = here & -here if size > 1 else here
 
-    return _fusion_barrier(map_floats("distributed", finish, stacks, sums))
+        def check(path: KeyPath, x: jax.Array) -> None:
+            if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != here):
+                raise ValueError(
+                    f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first "
+                    f"axis must be the {here} micro-batches of this rank. Make the gradients with "
+                    "jaxmpi.micro_batch_grads."
+                )
+
+        jax.tree_util.tree_map_with_path(check, stacks)
+        named = with_parameters(stacks, f"{function} micro_batches={micro_batches}")
+
+        # Each rank adds up its complete branches: [here / branch, numbers], or [numbers] on one
+        # rank.
+        def add_branches(x: jax.Array) -> jax.Array:
+            x = x.astype(wide(x.dtype)).reshape(here // branch, branch, -1)
+            return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, -1))
+
+        sums = map_floats(function, add_branches, named)
+        if size > 1:
+            # The rest of the tree spans ranks. Each rank gets one shard of the numbers, of all
+            # branches (alltoall: [size, here / branch, columns]), adds them in the order of the
+            # tree, and sends the sums to all (allgather).
+            caller = Caller("micro_batch_grads")
+            shards = map_floats(function, lambda x: _shards_of_rows(x, size), sums)
+            shards = caller.alltoall(shards, axis=self.axis)
+            sums = map_floats(function, lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), shards)
+            sums = caller.allgather(sums, axis=self.axis)
+
+        def finish(x: jax.Array, total: jax.Array) -> jax.Array:
+            n = x.size // here
+            return (total.reshape(-1)[:n] / micro_batches).reshape(x.shape[1:]).astype(x.dtype)
+
+        return _fusion_barrier(function, map_floats(function, finish, stacks, sums))
 
 
 def _micro_batches_here(function: str, micro_batches: int, axis: Axis) -> int:
@@ -198,7 +229,7 @@ def _tree_sum(x: jax.Array) -> jax.Array:
     return x[0]
 
 
-def _fusion_barrier(tree: PyTree) -> PyTree:
+def _fusion_barrier(function: str, tree: PyTree) -> PyTree:
     """Return the same numbers, such that XLA does not fuse through them.
 
     Without it, on one rank XLA fuses the sum with the optimizer's arithmetic, and rounds
@@ -212,7 +243,7 @@ def _fusion_barrier(tree: PyTree) -> PyTree:
     return lax.cond(
         (n * n + n) % 2 == 0,
         lambda tree: tree,
-        partial(map_floats, "distributed", jnp.negative),
+        partial(map_floats, function, jnp.negative),
         tree,
     )
 

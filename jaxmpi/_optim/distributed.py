@@ -1,34 +1,29 @@
-"""`distributed`: an optimizer that gets the gradients of all ranks.
+"""`distributed` and `average_gradients`: the gradients of all ranks for an optimizer.
 
 tx = jaxmpi.distributed(optax.adam(1e-3))
+tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._collectives.arrays import axis_size, check_axis
+from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._collectives.tree_calls import OPS
-from jaxmpi._collectives.trees import Caller, tree_allreduce
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.adasum import adasum
-from jaxmpi._optim.average import mean, mean_of_all, rounded
-from jaxmpi._optim.codec import Codec, check_codec
-from jaxmpi._optim.deterministic import canonical_mean, invariant_update
-from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, made_of
-from jaxmpi._optim.objective import ExtraArgs, over_ranks
+from jaxmpi._optim.adasum import Adasum
+from jaxmpi._optim.codec import Codec, CodecMean, check_codec
+from jaxmpi._optim.deterministic import MicroBatchMean, invariant_update
+from jaxmpi._optim.float_leaves import check_shapes, check_transform, made_of
+from jaxmpi._optim.loss import ExtraArgs
+from jaxmpi._optim.mean import Allreduce, Mean, Weight
 from jaxmpi._optim.sharded_array import refuse_shards
-from jaxmpi._optim.weights import Weight, as_weight, check_total, divided, scaled
 from jaxmpi._per_rank_state import PerRankState
 from jaxmpi._world import session
 
-__all__ = ["DistributedState", "distributed"]
+__all__ = ["DistributedState", "average_gradients", "distributed"]
 
 
 class DistributedState(NamedTuple):
@@ -103,21 +98,15 @@ def distributed(
     >>> updates
     Array([-1.], dtype=float32)
     """
-    _check(inner, op, codec, micro_batches, axis)
+    check_transform("distributed", "inner", inner)
+    mean = _mean_of(op, codec, micro_batches, axis)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> PyTree:
-        refuse_shards("distributed", params, AXIS if op == "adasum" else axis)
-        if codec is None:
+        refuse_shards("distributed", params, axis if mean.traits.shards else AXIS)
+        if not mean.traits.has_state:
             return inner.init(params)
-        return DistributedState(inner.init(params), PerRankState(made_of(params, codec.init)))
-
-    def over_all(fun: Callable[..., PyTree], weight: Weight | None) -> Callable[..., PyTree]:
-        return (
-            over_ranks(fun, partial(tree_allreduce, op="sum"))
-            if op == "sum"
-            else mean_of_all("distributed", fun, weight)
-        )
+        return DistributedState(inner.init(params), PerRankState(made_of(params, mean.init)))
 
     def step(
         updates: PyTree,
@@ -128,24 +117,22 @@ def distributed(
     ) -> tuple[PyTree, PyTree]:
         check_axis("distributed", axis, session.current("distributed"))
         extra = ExtraArgs(extra_args, updates)
-        _check_extra(extra, weight, op, micro_batches)
-        extra.check_axis("distributed", axis)
-        before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
-        if codec:
-            grads, sent = _coded(codec, updates, sent, weight)
-            local = mean("distributed", extra.local, weight, axis) if extra.local else {}
-        else:
-            grads, local = _reduced(op, updates, extra.local, weight, micro_batches, axis)
-        apply = invariant_update(inner) if micro_batches else inner.update
-        out, after = apply(
-            grads,
-            *extra.marked((before, params)),
-            **extra.reduced(grads, local, lambda f: over_all(f, weight)),
-        )
+        mean.check(weight, [*extra.functions])
+        before, mean_state = state, ()
+        if mean.traits.has_state:
+            before, mean_state = state.inner, state.codec.per_rank
+        # the gradients, `value` and `grad` of all ranks
+        grads, local, mean_state = mean.average(updates, extra.local, weight, mean_state)
+        # one step of `inner` with them
+        apply = invariant_update(inner) if mean.traits.one_order else inner.update
+        args = extra.reduced(grads, local, mean, weight)
+        out, after = apply(grads, *extra.marked((before, params)), **args)
         check_shapes("distributed", grads, out)
-        return out, DistributedState(after, PerRankState(sent)) if codec else after
+        if mean.traits.has_state:
+            return out, DistributedState(after, PerRankState(mean_state))
+        return out, after
 
-    whole_step = compiled(step, "distributed") if micro_batches else step
+    whole_step = compiled(step, "distributed") if mean.traits.one_order else step
 
     def update(
         updates: PyTree,
@@ -160,97 +147,84 @@ def distributed(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check(
-    inner: optax.GradientTransformation,
-    op: str,
-    codec: Codec | None,
-    micro_batches: int | None,
-    axis: Axis,
-) -> None:
-    """Raise an error for wrong arguments, or arguments that exclude each other."""
+def _mean_of(op: str, codec: Codec | None, micro_batches: int | None, axis: Axis) -> Mean:
+    """Return the mean that the arguments of `distributed` ask for.
+
+    Raises:
+      ValueError: an argument is wrong, or the arguments ask for several means.
+      TypeError: `codec` is no codec.
+    """
     if op not in (*OPS, "adasum"):
         raise ValueError(
             f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum."
         )
-    check_transform("distributed", "inner", inner)
+    plain: Mean = Adasum("distributed", axis)
+    if op != "adasum":
+        plain = Allreduce("distributed", op, axis)
+    asked: list[Mean] = []
     if codec is not None:
         check_codec("distributed", codec, axis)
-    if micro_batches is not None and micro_batches < 1:
+        asked.append(CodecMean("distributed", codec, axis))
+    if micro_batches is not None:
+        if micro_batches < 1:
+            raise ValueError(
+                f"distributed: micro_batches is {micro_batches}. It is how many all ranks have "
+                "together: 1 or more."
+            )
+        asked.append(MicroBatchMean("distributed", micro_batches, axis))
+    if len(asked) > 1 or (asked and op != "mean"):
+        arguments = " and ".join(mean.traits.argument for mean in (*asked, plain))
         raise ValueError(
-            f"distributed: micro_batches is {micro_batches}. It is how many all ranks have "
-            "together: 1 or more."
+            f"distributed: {arguments} do not go together. Use op 'mean', and one of them."
         )
-    special = [
-        name
-        for name, given in (("a codec", codec), ("micro_batches", micro_batches))
-        if given is not None
-    ]
-    if len(special) > 1 or (special and op != "mean"):
-        raise ValueError(
-            f"distributed: {' and '.join([*special, f'op {op!r}'])} do not go together. Use op "
-            "'mean', and one of them."
-        )
+    return asked[0] if asked else plain
 
 
-def _check_extra(
-    extra: ExtraArgs, weight: Weight | None, op: str, micro_batches: int | None
-) -> None:
-    """Raise a ValueError for arguments of `update` that an option of `distributed` excludes."""
-    other = "micro_batches" if micro_batches else f"op {op!r}"
-    if weight is not None and (micro_batches or op != "mean"):
-        raise ValueError(
-            f"distributed: weight does not go together with {other}. Leave one of them out."
-        )
-    if extra.functions and (micro_batches or op not in ("mean", "sum")):
-        raise ValueError(
-            f"distributed: {' and '.join(extra.functions)} does not go together with {other}. Use "
-            "op 'mean'."
-        )
+def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtraArgs:
+    """Average gradients over the ranks: an optax transform for a chain.
 
+    g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as
+    in `distributed`. Transforms before it in a chain get this rank's gradients, transforms after it
+    the mean. Those after it would get this rank's `value`, `grad` and callables without a mean, so
+    `update` refuses them: use `distributed` for those.
 
-def _reduced(
-    op: str,
-    updates: PyTree,
-    local: dict[str, PyTree],
-    weight: Weight | None,
-    micro_batches: int | None,
-    axis: Axis,
-) -> tuple[PyTree, PyTree]:
-    """Return the gradients, and `value` and `grad`, reduced over the ranks."""
-    if op not in ("mean", "sum"):
-        grads = (
-            adasum(updates, axis)
-            if op == "adasum"
-            else Caller("distributed").allreduce(updates, op=op, axis=axis)
-        )
-        return grads, Caller("distributed").allreduce(local, op="mean", axis=axis)
-    tree = (updates, local) if local else updates  # errors name the leaf by its path
-    if micro_batches:
-        tree = canonical_mean(tree, micro_batches, axis)
-    else:
-        tree = (
-            mean("distributed", tree, weight, axis)
-            if op == "mean"
-            else Caller("distributed").allreduce(tree, op="sum", axis=axis)
-        )
-    return tree if local else (tree, {})
+    **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
+    **Communication:** that of `tree_allreduce`.
 
+    Args:
+      axis: as in `tree_allreduce`: the mean is over each group of ranks. The gradients may be
+        shards of `fully_shard` over another axis.
 
-def _coded(
-    codec: Codec, updates: PyTree, state: PyTree, weight: Weight | None
-) -> tuple[PyTree, PyTree]:
-    """Return the mean by a codec, and its state.
+    Raises:
+      ValueError: `update` gets `value`, `grad` or a callable; gradients have other shapes than the
+        parameters, such as those of single samples; weights as in `distributed`.
 
-    The state stays as it was on one rank, and if all weights are 0.
+    >>> import jax.numpy as jnp
+    >>> tx = optax.chain(average_gradients(), optax.sgd(0.5))
+    >>> updates, state = tx.update(jnp.array([2.0]), tx.init(jnp.array([0.0])))
+    >>> updates
+    Array([-1.], dtype=float32)
     """
-    if axis_size(codec.axis, session.current("distributed")) == 1:
-        return mean("distributed", updates, weight, codec.axis), state
-    check_in_step("distributed")
-    if weight is None:
-        return codec.mean(updates, state)
-    w, problem = as_weight("distributed", weight, updates)
-    total = Caller("distributed").allreduce(w, op="mean", axis=codec.axis)
-    means, sent = codec.mean(scaled("distributed", updates, w), state)
-    check_total("distributed", total, problem, codec.axis)
-    kept = jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), sent, state)
-    return rounded("distributed", divided("distributed", means, total), updates), kept
+    mean = Allreduce("average_gradients", axis=axis)
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        weight: Weight | None = None,
+        **extra_args: object,
+    ) -> tuple[PyTree, PyTree]:
+        extra = ExtraArgs(extra_args, None)
+        if local := [*extra.local, *extra.functions]:
+            raise ValueError(
+                f"average_gradients: update got {' and '.join(local)}, and the transforms that "
+                "follow would get this rank's value as if it were equal on all ranks. Use "
+                "jaxmpi.distributed(inner) instead, with those transforms as inner."
+            )
+        if params is not None:
+            check_shapes("average_gradients", updates, params)
+        means, _, _ = mean.average(updates, (), weight, ())
+        return means, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

@@ -25,6 +25,7 @@ from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 from jaxmpi._marks import as_shard, as_whole
+from jaxmpi._optim.mean import ReduceScatter, Weight
 from jaxmpi._optim.sharded_array import (
     ShardedArray,
     all_shards,
@@ -44,7 +45,6 @@ from jaxmpi._optim.sharded_state import (
     to_nnx_dicts,
     whole_state,
 )
-from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["fully_shard", "unshard"]
@@ -267,33 +267,17 @@ def _gather_bwd(
             stacks.append(all_shards(ct, size, layout.stack_axes))
         else:
             uncut.append(ct)
-    means = weighted_mean("unshard", (stacks, uncut), weight, _mean_shards(axis), axis=axis)
-    of_stacks, of_uncut = map(iter, means)
+    mean = ReduceScatter("unshard", axis).by(weight)
+    of_stacks, of_uncut, _ = mean.mean(stacks, uncut, ())
+    stack_means, uncut_means = iter(of_stacks), iter(of_uncut)
     shards = []
     for layout in layouts:
-        mean = next(of_stacks if layout.is_cut else of_uncut)
-        shards.append(as_shard(mean.astype(layout.dtype), axis))
+        x = next(stack_means if layout.is_cut else uncut_means)
+        shards.append(as_shard(x.astype(layout.dtype), axis))
     return shards, None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
-
-
-# Cached: the compiled programs of a mean are kept by the identity of this function.
-@cache
-def _mean_shards(axis: Axis) -> MeanOverRanks:
-    """Return a mean of (stacks of shards, other arrays), or of (weight, that).
-
-    It gives this rank's shards of the means, and the means of the weight and the other arrays.
-    """
-
-    def means_of(function: str, tree: PyTree) -> PyTree:
-        weight, (stacks, uncut) = tree if isinstance(tree[1], tuple) else (None, tree)
-        shards = Caller("unshard").reduce_scatter(stacks, op="mean", axis=axis)
-        weight, uncut = Caller("unshard").allreduce((weight, uncut), op="mean", axis=axis)
-        return (shards, uncut) if weight is None else (weight, (shards, uncut))
-
-    return means_of
 
 
 def _cast(x: ShardedArray, dtype: np.dtype | None) -> np.dtype:

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import sum_of, wide
-from jaxmpi._optim.weights import Weight
+from jaxmpi._optim.mean import Allreduce, Weight
 from jaxmpi._world import session
 
 __all__ = ["NoiseScaleState", "measure_noise_scale"]
@@ -73,6 +72,8 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
             f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1."
         )
 
+    all_ranks = Allreduce("measure_noise_scale")
+
     def init(params: PyTree) -> NoiseScaleState:
         return NoiseScaleState(
             jnp.zeros((), jnp.float32),
@@ -97,9 +98,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         size = session.size()
         if size == 1:
             return updates, state
-        mean, small = Caller("measure_noise_scale").allreduce(
-            (updates, _square(updates)), op="mean"
-        )
+        mean, small, _ = all_ranks.mean(updates, _square(updates), ())
         large = _square(mean)
         signal = (size * large - small) / (size - 1)
         noise = (small - large) * size / (size - 1)

@@ -15,7 +15,7 @@ from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
 from jaxmpi._marks import with_parameters
 from jaxmpi._optim.float_leaves import check_transform, equal_types, map_floats, wide
-from jaxmpi._optim.weights import Weight, as_weight
+from jaxmpi._optim.mean import Weight, as_weight
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
 

@@ -209,10 +209,10 @@ def _checksum(x: ArrayLike) -> jax.Array:
         x = jnp.stack([x.real, x.imag])
     if x.dtype == jnp.bool_ or is_sub_byte(x.dtype):
         x = bits_of(x).astype(jnp.uint8)
-    words = jax.lax.bitcast_convert_type(
+    uints = jax.lax.bitcast_convert_type(
         x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}"
     )
-    flat = words.reshape(-1).astype(jnp.uint32)
+    flat = uints.reshape(-1).astype(jnp.uint32)
     # A sum alone would not notice two numbers that change places, so each is mixed with its index.
     mixed = flat ^ (jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the finalizer of MurmurHash3

@@ -1,7 +1,6 @@
 """ZeRO-1: `sharded`, an optimizer whose state is in shards, one on each rank."""
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +8,13 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
-from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
-from jaxmpi._optim.objective import ExtraArgs
+from jaxmpi._optim.loss import ExtraArgs
+from jaxmpi._optim.mean import Allreduce, ReduceScatter, Weight
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.sharded_array import (
     Shard,
@@ -40,7 +38,6 @@ from jaxmpi._optim.sharded_state import (
     shards_of,
     with_shards,
 )
-from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["sharded"]
@@ -92,6 +89,7 @@ def sharded(
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
     make = partial(make_shard, axis=axis)
+    mean = ReduceScatter("sharded", axis)
 
     def shard_of_whole(x: jax.Array) -> Shard | jax.Array:
         return make(local_shard(x, axis=axis), jnp.shape(x), x)
@@ -135,7 +133,7 @@ def sharded(
             updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{over}"
         )
         extra = ExtraArgs(extra_args, updates)
-        extra.check_axis("sharded", axis)
+        mean.check(weight, [*extra.functions])
         # the parameters as `inner` gets them: this rank's shards of them, or of the master copy
         if master_dtype is None:
             params_here = map_floats("sharded", shard_of_whole, params)
@@ -147,14 +145,14 @@ def sharded(
                 shards_of(state.parts[1]),
             )
         # the gradients: this rank's shards of their mean (reduce_scatter)
-        means, local = _means(updates, extra.local, weight, axis)
+        means, local = _shards_of_means(mean, updates, extra.local, weight)
         grads = map_floats(
             "sharded", lambda g, x: make(x.astype(master_dtype or g.dtype), g.shape), updates, means
         )
-        local = map_floats("sharded", lambda x, mean: make(mean, x.shape), extra.local, local)
+        local = map_floats("sharded", lambda x, shard: make(shard, x.shape), extra.local, local)
         # one step of `inner` on shards
         before = jax.tree.map(partial(_as_shard, axis), state.parts[0], is_leaf=is_sharded_array)
-        args = extra.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
+        args = extra.reduced(grads, local, mean, weight)
         step = lambda grads, state, params, args: inner.update(grads, state, params, **args)
         steps, after = on_shards(step, grads, *extra.marked((before, params_here)), args, axis=axis)
         after = with_shards(after, params, axis)
@@ -188,37 +186,32 @@ def sharded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _means(
-    updates: PyTree, local: dict[str, PyTree], weight: Weight | None, axis: Axis
+def _shards_of_means(
+    mean: ReduceScatter, updates: PyTree, local: dict[str, PyTree], weight: Weight | None
 ) -> tuple[PyTree, PyTree]:
-    """Return this rank's shards of the means of the gradients, and of `value` and `grad`."""
-    map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
-    if size_along(axis) == 1:
-        return mean("sharded", updates, weight, axis), local
-    means = weighted_mean(
-        "sharded", (updates, local) if local else updates, weight, _mean_shards(axis), axis=axis
-    )
-    return means if local else (means, {})
+    """Return this rank's shards of the means of the gradients, and of `value` and `grad`.
 
-
-# Cached: the compiled programs of a mean are kept by the identity of this function.
-@cache
-def _mean_shards(axis: Axis) -> MeanOverRanks:
-    """Return a mean along an axis that gives this rank's shards, and whole means of scalars.
-
-    The mean of a scalar is an allreduce, so that it has the same bits on all ranks.
+    A scalar has no shards: its mean is an allreduce, so that it has the same bits on all ranks.
     """
-
-    def means_of(function: str, tree: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(tree)
-        scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
-        arrays = {i: x for i, x in enumerate(leaves) if i not in scalars}
-        stacks = map_floats(function, lambda x: all_shards(x, size_along(axis)), arrays)
-        shards = _without_float0(Caller("sharded").reduce_scatter, stacks, op="mean", axis=axis)
-        means = shards | Caller("sharded").allreduce(scalars, op="mean", axis=axis)
-        return treedef.unflatten([means[i] for i in range(len(leaves))])
-
-    return means_of
+    map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
+    size = size_along(mean.axis)
+    if size == 1:
+        means, _, _ = Allreduce("sharded", axis=mean.axis).average(updates, (), weight, ())
+        return means, local
+    leaves, treedef = jax.tree.flatten((updates, local))
+    stacks, scalars = {}, {}
+    for i, x in enumerate(leaves):
+        if getattr(x, "dtype", None) == jax.dtypes.float0:  # it stays as it is
+            continue
+        if jnp.ndim(x) == 0:
+            scalars[i] = x
+        else:
+            stacks[i] = all_shards(x, size)
+    shards, scalars, _ = mean.by(weight).mean(stacks, scalars, ())
+    for i, x in (shards | scalars).items():
+        leaves[i] = x
+    means, local = treedef.unflatten(leaves)
+    return means, local
 
 
 def _as_shard(axis: Axis, x: ShardedArray | jax.Array) -> PyTree:
@@ -248,11 +241,3 @@ def _gather_all(tree: PyTree) -> PyTree:
     for i, gathered in zip(sharded, gather_shards([leaves[i] for i in sharded]), strict=True):
         leaves[i] = gathered
     return treedef.unflatten(leaves)
-
-
-def _without_float0(collective: Callable[..., PyTree], tree: PyTree, **options: object) -> PyTree:
-    """Apply a collective to the leaves that are not float0, which stay as they are."""
-    leaves, treedef = jax.tree.flatten(tree)
-    sent = {i: x for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0}
-    got = dict(enumerate(leaves)) | collective(sent, **options)
-    return treedef.unflatten([got[i] for i in range(len(leaves))])
