@@ -25,8 +25,7 @@ from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._analysis.replication import varying
 from jaxmpi._analysis.shards import check_shards
 from jaxmpi._backends.interface import Ranks
-from jaxmpi._jit.arguments import positions
-from jaxmpi._jit.function import Function
+from jaxmpi._jit.function import Function, positions
 from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.means import fuse_means
 from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of

@@ -1,4 +1,4 @@
-"""`jaxmpi.jit`: one function of a rank's arrays, for one rank, many processes or simulated ranks."""
+"""`jaxmpi.jit`: a function of a rank's arrays, for one rank, many or simulated ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Ranks that have agreed on a new program compile it once between them: one of them does, and the others get the executable.
+"""Ranks that have agreed on a new program compile it once between them.
+
+One rank compiles it, and the others get the executable.
 
 Which ranks can use the same executable, they find out by a digest of what each would give to XLA,
 and by the kind of their processor. The first of them compiles, or finds the program in its
@@ -87,7 +89,10 @@ def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -
 
 
 def compile_alone(backend: Processes, title: str, lowered: Lowered) -> None:
-    """Compile a program that other ranks may not come to, or take it from one of this host that has come to it before."""
+    """Compile a program that other ranks may not call.
+
+    If a rank of this host has compiled it before, its executable is taken.
+    """
     digest = _jaxcompat.module_digest(lowered)
     if not digest or jax.config.jax_disable_jit:
         return
@@ -114,7 +119,7 @@ def kind() -> dict[str, str]:
 
 
 def _compiled(lowered: Lowered) -> Outcome:
-    """The executable of a program, or the error of its compilation."""
+    """Return the executable of a program, or the error of its compilation."""
     try:
         return "compiled", _jaxcompat.compile_entry(lowered)
     except Exception as error:
@@ -130,7 +135,7 @@ def _take_over(lowered: Lowered, result: Outcome) -> None:
 
 
 def _picklable(error: Exception) -> Exception:
-    """The error, as the other ranks can raise it: with its class where that can be sent."""
+    """Return an error that the other ranks can raise: of its class where that can be sent."""
     try:
         again = pickle.loads(pickle.dumps(error))  # what this process has just written
         return (
@@ -143,7 +148,7 @@ def _picklable(error: Exception) -> Exception:
 
 
 def _report_kinds(backend: Processes, kinds: Sequence[Mapping[str, str]]) -> None:
-    """Say once, on the first rank that is of another kind than rank 0, why it compiles for itself."""
+    """Report once, on the first rank that differs from rank 0, why it compiles for itself."""
     other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
     if other is None or backend.registry.kinds_reported:
         return

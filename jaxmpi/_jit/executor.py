@@ -1,23 +1,94 @@
-"""Executor: runs a program on several ranks, with one of two ways to compare it."""
+"""Executors: run a program on several ranks, with one of two ways to compare it.
+
+On the native transport the program's own messages compare it (`ComparesInline`); on any other one
+the ranks compare a program before each call (`ComparesBefore`). Both find it among the programs of
+the function by the shapes and dtypes of the arguments (`Programs`).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from threading import get_ident
+from threading import current_thread, get_ident, main_thread
+from typing import TypeAlias
 
 import jax
+from jax.tree_util import PyTreeDef
 
-from jaxmpi._backends.interface import Processes
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._consistency import compare, values
 from jaxmpi._jit import first_call
-from jaxmpi._jit.arguments import check_arguments
-from jaxmpi._jit.cache import Programs
-from jaxmpi._jit.function import Function, Leaf
-from jaxmpi._jit.jitted import Jitted
-from jaxmpi._jit.program import Program
+from jaxmpi._jit.compile_once import compile_alone, compile_once
+from jaxmpi._jit.function import Function, Leaf, check_arguments, wrapped
+from jaxmpi._jit.jitted import Jitted, NewProgramError
+from jaxmpi._jit.program import Program, Run, build_program
 from jaxmpi._leaves import PyTree
 
-__all__ = ["EXPECTED", "Executor"]
+__all__ = ["EXPECTED", "ComparesBefore", "ComparesInline", "Executor", "Programs"]
+
+
+# The programs of a function
+
+
+Found = tuple[Program, Run, list[Leaf], list[str]]  # what runs it, and the arguments as below
+# the structure and the key of the calls that it is for
+Known: TypeAlias = tuple[Program, Run, PyTreeDef, tuple[object, ...]]
+
+
+class Programs:
+    """Programs of a function on one backend, of which the last used is tried first."""
+
+    def __init__(
+        self,
+        function: Function,
+        backend: Ranks,
+        options: Mapping[str, object],
+        announce: Callable[[Program], None],
+    ) -> None:
+        self._function, self._backend, self._options = function, backend, options
+        self._announce = announce  # called with each new one
+        self._all: list[Known] = []
+
+    def find(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
+        """Return the program for these arguments, what runs it, its arrays, and `Program.numbers`.
+
+        Nothing is sent.
+        """
+        return self._last(args, kwargs) or self._any(args, kwargs)
+
+    def _last(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found | None:
+        """Return the program of the last call, if it is that of these arguments, too."""
+        if not self._all:
+            return None
+        program, run, structure, key = self._all[0]
+        try:  # quicker than to flatten anything
+            given = structure.flatten_up_to(self._function.dynamic(args, kwargs))
+            leaves = self._backend.transport.arrays.wrap(given)
+        except (ValueError, TypeError, AttributeError):
+            return None
+        if key != self._function.key(leaves, args, kwargs):
+            return None
+        return program, run, leaves, program.numbers(given)
+
+    def _any(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
+        """Find the program for any arguments, tracing it if it is new, and make it the last one."""
+        given, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
+        leaves = wrapped(self._function, args, kwargs, given, self._backend)
+        key = self._function.key(leaves, args, kwargs)
+        for i, (program, run, its_structure, its_key) in enumerate(self._all):
+            if its_structure == structure and its_key == key:
+                self._all.insert(0, self._all.pop(i))
+                return program, run, leaves, program.numbers(given)
+        program = build_program(self._function, args, kwargs, self._backend, hide=True)
+        run = program.compiled(self._options, leaves)
+        self._announce(program)
+        self._all.insert(0, (program, run, structure, key))
+        return program, run, leaves, program.numbers(given)
+
+
+# What both executors do
+
 
 # where JAX meets an error of ours first
 EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)
@@ -68,7 +139,7 @@ class Executor(ABC):
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """Run what was compiled ahead of time, of this program; the ranks compare it before, or while it runs."""
+        """Run a program that was compiled ahead of time, and compare it before or meanwhile."""
         if program.statement and get_ident() != self._turn.thread:
             self._turn.take()
         try:
@@ -83,7 +154,10 @@ class Executor(ABC):
     def _run(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
     ) -> PyTree:
-        """Run the program; `first` is it, at its first call, and whether the ranks see it for the first time."""
+        """Run the program of a call.
+
+        At its first call, `first` is the program, and whether the ranks have not run it before.
+        """
 
     @abstractmethod
     def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
@@ -112,7 +186,7 @@ class Executor(ABC):
     def _compare_values(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> Callable[[PyTree], PyTree] | None:
-        """Compare what is to be equal on the ranks, before the program; return what does it after."""
+        """Compare arguments that must be equal, and return what compares the outputs."""
         program, _, leaves, _ = self._programs.find(args, kwargs)
         if not program.statement:
             return None
@@ -146,3 +220,110 @@ def _flat_options(api: str, options: Mapping[str, object]) -> dict[str, object]:
             "device. Leave it out."
         )
     return {name: value for name, value in options.items() if name not in about_arguments}
+
+
+# Messages that compare their program
+
+
+class ComparesInline(Executor):
+    """Runs programs whose own messages compare them.
+
+    A step of 1 ms notices each line of `_run`.
+    """
+
+    def _run(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
+    ) -> PyTree:
+        jitted = self._jitted
+        if (thread := get_ident()) != self._turn.thread:
+            self._take_turn(args, kwargs)
+        jitted.ready = first and first[0]  # for the trace of this call alone
+        try:
+            if first and jitted.shares:
+                self._compile(*first, args, kwargs)
+            new = None
+            try:
+                end, out = jitted.with_end(*args, **kwargs)
+            except NewProgramError as found:
+                new = found.program
+            if new:
+                self._compile(new, self._is_unseen(new), args, kwargs)
+                _jaxcompat.dispatch_in_c(jitted.with_end)
+                end, out = jitted.with_end(*args, **kwargs)
+            self._ends[thread] = end
+            # an error is likelier in a first call than later, and raised here it has its own class
+            if jitted.traced:
+                program, jitted.traced = jitted.traced, None
+                jax.block_until_ready(end)
+                self._note_run(program)
+        except EXPECTED as error:
+            self._explain(error, args, kwargs)
+            raise
+        return out
+
+    def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+        return jax.block_until_ready(call())
+
+    def _take_turn(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+        """Take the turn to communicate for this thread, if the program sends anything.
+
+        The first turn of the main thread is taken without a look at the program, which would be
+        traced for that alone.
+        """
+        first = not self._turn.thread and current_thread() is main_thread()
+        if first or self._programs.find(args, kwargs)[0].statement:
+            self._turn.take()
+
+    def _compile(
+        self, program: Program, unseen: bool, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
+        """Compile a new program.
+
+        The ranks agree before on one that they have not seen: its own messages come too late.
+        """
+        self._jitted.ready, program.compiled_once = program, True  # for the trace of `lower`
+        lower, title = partial(self._jitted.with_end.lower, *args, **kwargs), self._function.title
+        if not unseen:
+            compile_alone(self._backend, title, lower())
+            return
+        statement = program.statement
+        assert statement is not None
+        self._jitted.announce(program)
+        compare.check_consistent(self._backend, statement, program.signature.details)
+        compare.note_run(self._backend, statement.fingerprint)
+        compile_once(self._backend, title, lower)
+
+
+# A comparison before each call
+
+
+class ComparesBefore(Executor):
+    """The ranks compare their programs before each call."""
+
+    def _run(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
+    ) -> PyTree:
+        program, run, leaves, numbers = self._programs.find(args, kwargs)
+        if not program.statement:  # what sends nothing may run on any rank alone
+            return run(leaves)[1]
+        signature, unseen = program.signature, self._is_unseen(program)
+        compare.check_consistent(
+            self._backend, signature.of_call(numbers), partial(signature.details, numbers)
+        )
+        self._note_run(program)
+        if unseen:
+            compile_once(self._backend, self._function.title, partial(program.lower, leaves))
+        elif self._jitted.shares and not program.compiled_once:
+            compile_alone(self._backend, self._function.title, program.lower(leaves))
+        program.compiled_once = True
+        with self._backend.starting() as keep:
+            end, out = run(leaves)
+            keep(end)
+        return out
+
+    def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+        if program.statement:
+            compare.check_consistent(self._backend, program.statement, program.signature.details)
+        with self._backend.starting() if program.statement else nullcontext():
+            out = call()
+        return out if self._concurrent else jax.block_until_ready(out)

@@ -92,8 +92,8 @@ def _refuse_difference(title: str, everyone: Sequence[Sums]) -> None:
             raise RankMismatchError(
                 f"{title}: {argument} is named in replicated_argnums, and {ranks_have(differ)} "
                 "other values than the other ranks.",
-                advice="Make it equal before the first step (jaxmpi.synchronize, or for an nnx.BatchStat "
-                "jaxmpi.tree_bcast), or do not name it.",
+                advice="Make it equal before the first step (jaxmpi.synchronize, or for an "
+                "nnx.BatchStat jaxmpi.tree_bcast), or do not name it.",
                 function=title,
                 leaf=argument,
                 ranks=differ,

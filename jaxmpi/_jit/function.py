@@ -1,4 +1,4 @@
-"""A Python function of pytrees, and what is known of its arguments."""
+"""A Python function, what is known of its arguments and outputs, and the arrays of a call."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -9,14 +9,30 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
 
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._consistency.eager_calls import EagerCalls
-from jaxmpi._leaves import PyTree
+from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._per_rank_state import flatten_with_path
 
-__all__ = ["Arguments", "Function", "Leaf", "choose_arguments", "is_per_rank", "title_of"]
+__all__ = [
+    "Arguments",
+    "Function",
+    "Leaf",
+    "argument_name",
+    "check_arguments",
+    "checked",
+    "choose_arguments",
+    "is_per_rank",
+    "kinds",
+    "positions",
+    "title_of",
+]
+
 
 Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments of a call, or of what it returns
 
@@ -66,7 +82,7 @@ class Function:
     def dynamic(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
-        """The arguments with None in the place of static ones."""
+        """Return the arguments with None in the place of static ones."""
         if not self.static.names and not self.static.nums:
             return args, kwargs
         return (
@@ -80,7 +96,7 @@ class Function:
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """Return `(args, kwargs)` with the arguments of `dynamic` in the place of those that are not static."""
+        """Return `(args, kwargs)` with those that are not static replaced by `dynamic`."""
         arrays, named_arrays = dynamic
         both = enumerate(zip(args, arrays, strict=True))
         return (
@@ -92,7 +108,7 @@ class Function:
         )
 
     def leaves(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[Leaf]:
-        """The arrays among the arguments."""
+        """Return the arrays among the arguments."""
         return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=is_per_rank)
 
     def key(
@@ -126,7 +142,7 @@ class Function:
 
 
 def title_of(fun: Callable[..., object]) -> str:
-    """Return the name of a function, that behind a `functools.partial` too, or of the class of another callable."""
+    """Return the name of a function, also in a `functools.partial`, or of a callable's class."""
     while isinstance(fun, partial):
         fun = fun.func
     return getattr(fun, "__name__", None) or type(fun).__name__
@@ -135,7 +151,7 @@ def title_of(fun: Callable[..., object]) -> str:
 def choose_arguments(
     fun: Callable[..., PyTree], nums: int | Iterable[int] | None, names: str | Iterable[str] | None
 ) -> Arguments:
-    """Arguments by position and by name, each inferred from the other as in `jax.jit`."""
+    """Return arguments by position and by name, each inferred from the other as in `jax.jit`."""
     nums = {nums} if isinstance(nums, int) else set(nums or ())
     names = {names} if isinstance(names, str) else set(names or ())
     if not nums and not names:
@@ -163,3 +179,115 @@ def is_per_rank(x: object) -> TypeGuard[PerRank]:
 
 def _kind(x: Leaf) -> object:
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else type(x)
+
+
+# The arguments of a call: their arrays, by shape and dtype, and their names in errors
+
+
+Arrays: TypeAlias = tuple[list[tuple[KeyPath, Leaf]], PyTreeDef, list[jax.ShapeDtypeStruct]]
+
+
+def check_arguments(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+    """Raise a TypeError or a ValueError that names an argument which no program can have."""
+    kinds(function, args, kwargs)
+    function.key(function.leaves(args, kwargs), args, kwargs)
+
+
+def kinds(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Arrays:
+    """Return the arrays of the arguments with paths, the structure, and their shapes and dtypes."""
+    paths, treedef = flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
+    return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
+
+
+def wrapped(
+    function: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    leaves: list[Leaf],
+    backend: Ranks,
+) -> list[Leaf]:
+    """Return the arrays of a call as programs of `backend` take them, or raise an error."""
+    try:
+        return backend.transport.arrays.wrap(leaves)
+    except (TypeError, ValueError):
+        check_arguments(function, args, kwargs)
+        raise
+
+
+def checked(
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Ranks
+) -> Arrays:
+    """Return `kinds` of the arguments, after checking that `backend` can take them.
+
+    Raises:
+      TypeError: an argument is no array, or holds values of simulated ranks where none are, with
+        its name.
+      ValueError: `replicated_argnums` names a position that is not there.
+    """
+    arrays = kinds(function, args, kwargs)
+    check = backend.eager(alone=_refuse_per_rank, stacked=_allow, parallel=_refuse_per_rank)
+    check(function, arrays[0])
+    what = f"the positional arguments of {function.title} are"
+    positions(function.api, "replicated_argnums", function.replicated.nums, max(len(args), 1), what)
+    return arrays
+
+
+def _allow(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    """Return: simulated ranks may have values of their own."""
+
+
+def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    """Raise a TypeError that names the first value of simulated ranks among the arguments."""
+    if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
+        raise TypeError(
+            f"{function.api}: {argument_name(stray[0])} of {function.title} is a PerRank, which "
+            "holds the values of simulated ranks, and the call is not in a `with "
+            "jaxmpi.simulate(n)`. Pass this rank's array."
+        )
+
+
+def argument_name(path: KeyPath) -> str:
+    """Return the path of a leaf of (args, kwargs) in words."""
+    (_, first, *rest) = path
+    name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key}"
+    return name + (leaf_name(tuple(rest)) if rest else "")
+
+
+def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of one rank's array."""
+    try:
+        aval = jax.typeof(leaf.stack if is_per_rank(leaf) else leaf)
+        shape = aval.shape[1:] if is_per_rank(leaf) else aval.shape
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            f"{function.api}: {argument_name(path)} of {function.title} is a "
+            f"{type(leaf).__name__}, and no array or number. Name the argument in "
+            "static_argnames, or leave it out."
+        ) from error
+    if (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)  # which does not know its devices
+        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ):
+        raise ValueError(
+            f"{function.api}: {argument_name(path)} of {function.title} is a global array of shape "
+            f"{list(shape)}, of which each process holds a shard. Pass this rank's shard, "
+            "x.addressable_data(0), or build the array over jax.local_devices()."
+        )
+    if _jaxcompat.is_reference(aval):
+        raise TypeError(
+            f"{function.api}: {argument_name(path)} of {function.title} is a reference, which "
+            "cannot be an argument. Pass its value, ref[...], and return the new value."
+        )
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def positions(api: str, option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:
+    """Return positions below `count`, with negative ones counted from the end."""
+    for i in numbers:
+        if not -count <= i < count:
+            raise ValueError(
+                f"{api}: {option} has {i}, and {what} {count}. Name positions from 0 to "
+                f"{count - 1}."
+            )
+    return {i % count for i in numbers}

@@ -1,4 +1,4 @@
-"""A function under `jax.jit`: whenever JAX traces it, its program for these arguments is built, or taken as it is there."""
+"""A function under `jax.jit`: whenever JAX traces it, its program for these arguments is built."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency import compare
-from jaxmpi._jit.arguments import checked
-from jaxmpi._jit.build import build_program, watched
 from jaxmpi._jit.compile_once import shares
-from jaxmpi._jit.function import Function
-from jaxmpi._jit.program import Program, refuse_nan_search
+from jaxmpi._jit.function import Function, checked
+from jaxmpi._jit.program import Program, build_program, refuse_nan_search, watched
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.explain import table
@@ -64,7 +62,7 @@ class Jitted:
     def build(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide: bool = True
     ) -> Program:
-        """The program for these arguments."""
+        """Return the program for these arguments."""
         ready, self.ready = self.ready, None
         return (
             ready
@@ -75,9 +73,10 @@ class Jitted:
     def trace_local(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> jax.stages.Traced | None:
-        """The function as `jax.jit` traces it, where that is its program: on one rank, if it has nothing of the ranks in it.
+        """Return the function as `jax.jit` traces it, where that is its program; else None.
 
-        Otherwise `build` takes what was traced.
+        It is on one rank, if nothing in it has to do with ranks. Otherwise `build` takes what was
+        traced.
         """
         trace = self._backend.eager(alone=self._trace_alone, stacked=_none, parallel=_none)
         return trace(args, kwargs)

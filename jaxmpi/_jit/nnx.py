@@ -1,4 +1,4 @@
-"""Steps that change Flax nnx objects in place: they travel as their graphs and their arrays, and the arrays come back."""
+"""Steps that change Flax nnx objects in place: they travel as graphs and arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,7 @@ from jax.tree_util import KeyEntry, PyTreeDef
 from jaxmpi._jit.function import Function, title_of
 from jaxmpi._jit.lost_nnx_changes import is_object
 from jaxmpi._jit.program import Program
-from jaxmpi._jit.stages import Traced
-from jaxmpi._jit.step import Step
+from jaxmpi._jit.step import Step, Traced
 from jaxmpi._leaves import PyTree
 from jaxmpi._per_rank_state import is_variable
 
@@ -32,7 +31,7 @@ class _Key(jax.tree_util.GetAttrKey):  # type: ignore[misc]
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass
 class _Part:
-    """An argument with nnx objects in it. What several arguments share is in the first that has it."""
+    """Argument with nnx objects in it; objects that several arguments share are in the first."""
 
     state: PyTree  # its arrays
     graph: "nnx.GraphDef | None"  # of all such arguments together
@@ -93,7 +92,10 @@ class InPlace(Step):
 
 
 def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The function of parts. It returns what becomes of each positional argument, then of those by name, then its result."""
+    """Return the function of graphs and arrays.
+
+    It returns what becomes of positional arguments, of those by name, and its result.
+    """
     from flax import nnx
 
     def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -143,7 +145,7 @@ def _put_together(variable: PyTree, before: PyTreeDef) -> PyTree:
 def _split(
     args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], dict[str, PyTree]]:
-    """The arguments with parts in the place of objects, and the objects by the names of their arguments."""
+    """Return the arguments with objects split into parts, and the objects by argument."""
     given = _named(args, kwargs)
     objects = {key: arg for key, arg in given.items() if _has_object(arg)}
     if objects:

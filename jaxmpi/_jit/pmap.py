@@ -20,8 +20,7 @@ from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._jit.api import describe, local
-from jaxmpi._jit.arguments import argument_name
-from jaxmpi._jit.function import title_of
+from jaxmpi._jit.function import argument_name, title_of
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree, output_name
@@ -168,7 +167,7 @@ def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def _has_none(axes: Any, path: KeyPath) -> bool:
-    """Return whether a tree of axes has None at a path, or above it: a None stands for all leaves below."""
+    """Return whether a tree of axes has None at a path, or above it, for all leaves below."""
     for above, axis in flatten_with_path(axes, is_leaf=lambda x: x is None)[0]:
         if axis is None and path[: len(above)] == above:
             return True
@@ -209,7 +208,7 @@ def _check(
 def _mapped(
     fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> PyTree:
-    """Call a function on arrays without the mapped axis, in traced code, and give its results one."""
+    """Call a traced function without the mapped axis, which its results get again."""
     title = title_of(fun)
     dynamic = [None if i in axes.static else arg for i, arg in enumerate(args)]
     paths, treedef = jax.tree_util.tree_flatten_with_path((tuple(dynamic), kwargs))
@@ -253,7 +252,10 @@ def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[i
 
 
 def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
-    """Return the axis of each leaf, by a tree of axes in which an int or a None stands for all leaves below."""
+    """Return the axis of each leaf.
+
+    In the tree of axes, an int or a None stands for all leaves below.
+    """
     out: list[int | None] = []
 
     def note(axis: object, part: PyTree) -> None:
@@ -272,7 +274,10 @@ def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
 
 
 def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array:
-    """Return an array without its mapped axis, or raise a ValueError that names it if that is not of length one."""
+    """Return an array without its mapped axis.
+
+    Raises a ValueError with its name if that axis is not of length one.
+    """
     if axis is None:
         return x
     shape = jnp.shape(x)
@@ -298,7 +303,7 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
 def _on_ranks(
     title: str, call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]
 ) -> PyTree:
-    """Trace a function in which a name is bound to the ranks, and put it here with AXIS in its place."""
+    """Trace a function with a name bound to the ranks, and put it here with AXIS instead."""
     structure = None  # of the results
 
     def flat(*rows: jax.Array) -> list[ArrayLike]:
@@ -328,7 +333,7 @@ def _on_one_device(
 
 
 def _explain(error: NameError, title: str, name: str | None) -> None:
-    """Raise a NameError with the axis of a collective and that of the pmap, which does not bind it."""
+    """Raise a NameError with the axis of a collective, which the pmap does not bind."""
     collective, params, at = _jaxcompat.failed_collective(error)
     if not collective:
         return

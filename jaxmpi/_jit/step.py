@@ -1,25 +1,86 @@
-"""`Step`: the callable that `jaxmpi.jit` returns."""
+"""`Step`: the callable that `jaxmpi.jit` returns, and its stages `trace`, `lower`, `compile`."""
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import MethodType
+from typing import Any, TypeAlias
 
 import jax
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._backends.interface import Processes, Ranks
-from jaxmpi._jit.arguments import check_arguments
-from jaxmpi._jit.compares_before import ComparesBefore
-from jaxmpi._jit.compares_inline import ComparesInline
-from jaxmpi._jit.executor import Executor
-from jaxmpi._jit.function import Function
+from jaxmpi._jit.executor import ComparesBefore, ComparesInline, Executor
+from jaxmpi._jit.function import Function, check_arguments
 from jaxmpi._jit.jitted import Jitted
 from jaxmpi._jit.program import Program
-from jaxmpi._jit.stages import Lowered, Traced
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
-__all__ = ["Step"]
+__all__ = ["Compiled", "Lowered", "Step", "Traced"]
+
+
+# Stages, as those of `jax.stages`: the ranks compare the last one before each call
+
+
+Run: TypeAlias = Callable[[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
+
+
+class _Stage:
+    """A stage of `jax.stages`; it has all that JAX's own has.
+
+    Args:
+      stage: JAX's.
+      run: calls what was compiled, `run(compiled, args, kwargs)`.
+    """
+
+    def __init__(
+        self, stage: jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled, run: Run
+    ) -> None:
+        self._stage, self._run = stage, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+class Traced(_Stage):
+    """Result of `Step.trace`: a `jax.stages.Traced` whose `lower` returns a `Lowered`.
+
+    Args:
+      stage: JAX's.
+      run: as that of the others.
+      lowered_to: is called with JAX's next stage.
+    """
+
+    def __init__(
+        self, stage: jax.stages.Traced, run: Run, lowered_to: Callable[[jax.stages.Lowered], None]
+    ) -> None:
+        super().__init__(stage, run)
+        self._lowered_to = lowered_to
+
+    def lower(self, *args: object, **kwargs: object) -> "Lowered":
+        """Lower it; nothing is sent."""
+        lowered = self._stage.lower(*args, **kwargs)
+        self._lowered_to(lowered)
+        return Lowered(lowered, self._run)
+
+
+class Lowered(_Stage):
+    """Result of `Step.lower`: a `jax.stages.Lowered` whose `compile` returns a `Compiled`."""
+
+    def compile(self, *args: object, **kwargs: object) -> "Compiled":
+        """Compile it; nothing is sent."""
+        return Compiled(self._stage.compile(*args, **kwargs), self._run)
+
+
+class Compiled(_Stage):
+    """Result of `Lowered.compile`: a `jax.stages.Compiled` that the ranks compare at each call."""
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Compare, and run."""
+        return self._run(self._stage, args, kwargs)
+
+
+# The callable
 
 
 class Step:

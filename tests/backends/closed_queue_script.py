@@ -18,7 +18,8 @@ LATE_SECONDS = 2.0  # for which rank 0 is in its first message alone
 waits = sys.argv[1]
 native = importlib.import_module("jaxmpi._native")
 rank = jaxmpi.init().rank
-backend, call = session.current("script"), Collective("allreduce", "sum")
+ranks, call = session.current("script"), Collective("allreduce", "sum")
+backend = ranks.transport
 
 
 @jax.jit
@@ -89,7 +90,7 @@ print("ended on", rank, flush=True)
 # as `finalize` does, which would compare the ranks by a transport that is closed
 running = session._session
 assert running is not None and running.monitor is not None
-backend._objects.Barrier()  # or the monitor of one rank would see the other one leave too early
+ranks._objects.Barrier()  # or the monitor of one rank would see the other one leave too early
 running.monitor.leave()
 running.backend.close()
 session._session = None

@@ -36,14 +36,16 @@ MISMATCH = (jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError)
 
 def collectives(transports):
     """Return the backend, and an allreduce on each transport, of which all have all ranks."""
-    backend = session.current("test")
+    backend = session.current("test").transport
     everyone = Collective("allreduce", "sum")
     if transports == 1:
         return backend, [everyone]
     second = Groups.of([range(jaxmpi.size())], "second")
     if not backend.connects(everyone._replace(groups=second)):
         backend._communicators[second] = backend._mpi.COMM_WORLD.Dup()
-        backend._connect(second)
+        backend._transports[second] = backend._opened.open(
+            backend._communicators[second], second[0]
+        )
     return backend, [everyone, everyone._replace(groups=second)]
 
 
@@ -226,7 +228,7 @@ DIFFER = partial(pytest.raises, MISMATCH, match="Every rank must make the same c
 
 def message(call, name):
     """Return the arguments of a call of the handlers that describe a message of this name."""
-    backend = session.current("test")
+    backend = session.current("test").transport
     return call, backend, backend._fingerprint(call, Message(name))
 
 
