@@ -156,7 +156,7 @@ def test_primitives_under_vmap_and_scan_and_grad():
 
 @run_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mean_of_int8_has_the_same_bits_on_both_forms(monkeypatch, dtype):
+def test_mean_of_int8_has_the_same_bits_on_both_forms(dtype):
     """The codec as a whole, over three steps, with a state that is given away."""
     codec, rank = codecs.int8(block=32), jaxmpi.rank()
     shapes = {"w": (40, 30), "b": (31,), "none": (0,), "scale": ()}
@@ -166,7 +166,8 @@ def test_mean_of_int8_has_the_same_bits_on_both_forms(monkeypatch, dtype):
     assert transport.loops(xla="xla", native="native") == ("native" if is_native else "xla")
     in_xla = lambda self, *, xla, native: xla
     for loops in (type(transport).loops, in_xla):
-        monkeypatch.setattr(type(transport), "loops", loops)
+        patch = pytest.MonkeyPatch()
+        patch.setattr(type(transport), "loops", loops)
         state = codec.init(params)
         mean = jaxmpi.jit(lambda g, s: codec.mean(g, s), donate_argnums=1)
         outs = []
@@ -180,5 +181,6 @@ def test_mean_of_int8_has_the_same_bits_on_both_forms(monkeypatch, dtype):
                 k: (x.shape, str(x.dtype)) for k, x in grads.items()
             }
             outs += [np.asarray(x, np.float32) for x in jax.tree.leaves(out)]
+        patch.undo()
         found.append([*outs, *map(np.asarray, state)])
     assert_same_bits(*found)
