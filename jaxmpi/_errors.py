@@ -98,7 +98,18 @@ class MPIError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read, or does not fit the tree. Raised on every rank."""
+    """A checkpoint cannot be written or read, or does not fit the tree. Raised on every rank.
+
+    Attributes:
+      what: what is wrong, as a sentence.
+      advice: what to do about it; "" where nothing is known.
+      path: the file or folder; "" if it is none in particular.
+      leaf: the name of the leaf, such as "['w']"; "" if it is none in particular.
+    """
+
+    def __init__(self, what: str, *, advice: str = "", path: object = "", leaf: str = "") -> None:
+        super().__init__(f"{what} {advice}" if advice else what)
+        self.what, self.advice, self.path, self.leaf = what, advice, str(path), leaf
 
 
 class RankCountError(ValueError):

@@ -205,7 +205,9 @@ def restore(
         if whole is None:
             which = "no whole checkpoint" + ("" if step is None else f" of step {step}")
             reason = errors or "Look where it was saved."
-            raise CheckpointError(f"restore: there is {which} in {directory}. {reason}")
+            raise CheckpointError(
+                f"restore: there is {which} in {directory}.", advice=reason, path=directory
+            )
         folder, manifest = whole
         # 3. Every rank has the manifest, and finds the same differences.
         saved, here, warning, advice = manifest.leaves, wanted, "", REBUILD

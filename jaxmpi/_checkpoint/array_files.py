@@ -79,7 +79,7 @@ def write(
     except Exception as error:
         unnamed.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{unnamed} could not be written: {error}. {advice(error)}"
+            f"{unnamed} could not be written: {error}.", advice=advice(error), path=unnamed
         ) from error
     return size, members
 
@@ -114,16 +114,20 @@ def open_regular(path: Path) -> FileIO:
     try:
         file = os.fdopen(os.open(path, flags), "rb", buffering=0)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.") from error
+        raise CheckpointError(f"{path} is missing.", path=path) from error
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be opened: {error}. It must be a regular file, and no link."
+            f"{path} cannot be opened: {error}.",
+            advice="It must be a regular file, and no link.",
+            path=path,
         ) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise CheckpointError(
-            f"{path} is no regular file. A checkpoint has only regular files: restore from a copy "
-            "without links or pipes."
+            f"{path} is no regular file.",
+            advice="A checkpoint has only regular files: restore from a copy without links or "
+            "pipes.",
+            path=path,
         )
     return file
 
@@ -141,7 +145,8 @@ class Archive:
         if size != file_bytes:
             self._file.close()
             raise CheckpointError(
-                f"{self._path} has {size} bytes, and was written with {file_bytes}."
+                f"{self._path} has {size} bytes, and was written with {file_bytes}.",
+                path=self._path,
             )
 
     def __enter__(self) -> "Archive":
@@ -170,7 +175,10 @@ class Archive:
         if member is None or not 0 <= member.length - count <= HEADER_BYTES:
             raise CheckpointError(
                 f"{self._path}: leaf {leaf.name} is missing, or has another length than the "
-                "manifest says. Restore an earlier checkpoint."
+                "manifest says.",
+                advice="Restore an earlier checkpoint.",
+                path=self._path,
+                leaf=leaf.name,
             )
         # NumPy's header comes first; it counts for the checksum, and for nothing else
         header_bytes = member.length - count
@@ -182,7 +190,9 @@ class Archive:
             checksum = zlib.crc32(self._fill(piece, None), checksum)
         if checksum != member.checksum:
             raise CheckpointError(
-                f"{self._path}: {leaf.name} is corrupted: its checksum does not match."
+                f"{self._path}: {leaf.name} is corrupted: its checksum does not match.",
+                path=self._path,
+                leaf=leaf.name,
             )
 
     def _fill(self, piece: memoryview, start: int | None) -> memoryview:
@@ -194,7 +204,11 @@ class Archive:
             while at < len(piece) and (count := self._file.readinto(piece[at:])):
                 at += count
         except (OSError, OverflowError) as error:
-            raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
+            raise CheckpointError(
+                f"{self._path} cannot be read: {error}.", path=self._path
+            ) from error
         if at < len(piece):
-            raise CheckpointError(f"{self._path} has become shorter while it was read.")
+            raise CheckpointError(
+                f"{self._path} has become shorter while it was read.", path=self._path
+            )
         return piece

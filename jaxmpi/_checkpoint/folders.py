@@ -138,11 +138,15 @@ def read_manifest(folder: Path) -> Manifest:
                 file.seek(start)
                 manifest = parse_manifest(b"{" + file.read())
         except Exception as error:  # of any type: the text may be anything
-            raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}.") from error
+            raise CheckpointError(
+                f"{path} is no manifest of a checkpoint: {error}.", path=path
+            ) from error
     if not intact:
-        raise CheckpointError(f"{path} is corrupted: its checksum does not match.")
+        raise CheckpointError(f"{path} is corrupted: its checksum does not match.", path=path)
     if _NAME.fullmatch(folder.name) and manifest.step != step_of(folder):
-        raise CheckpointError(f"{path} is of step {manifest.step}, and not of this folder.")
+        raise CheckpointError(
+            f"{path} is of step {manifest.step}, and not of this folder.", path=path
+        )
     return manifest
 
 
@@ -248,7 +252,9 @@ def commit(
         text = format_manifest(manifest)
         if len(text) > MANIFEST_BYTES:
             raise CheckpointError(
-                f"{folder}: the manifest has {len(text)} bytes. Save fewer leaves, or shorter text."
+                f"{folder}: the manifest has {len(text)} bytes.",
+                advice="Save fewer leaves, or shorter text.",
+                path=folder,
             )
         with create(folder / MANIFEST) as file:
             file.write(text)
@@ -264,7 +270,9 @@ def commit(
         lineage.note(checkpoint)
         _to_disk(folder.parent)
     except OSError as error:
-        raise CheckpointError(f"{folder} could not be written: {error}. {advice(error)}") from error
+        raise CheckpointError(
+            f"{folder} could not be written: {error}.", advice=advice(error), path=folder
+        ) from error
     # 4. Only now the older ones can go: those of the same step, and those beyond `keep`.
     earlier = []
     for other in found(folder.parent):

@@ -65,8 +65,9 @@ def begin(directory: Path) -> Path:
         os.close(files.open_folder(MEMORY / name, private=True))
     except OSError as error:
         raise CheckpointError(
-            f"save: there can be no folder in {MEMORY} for {directory}: {error}. Save without "
-            "in_memory=True, to the folder itself."
+            f"save: there can be no folder in {MEMORY} for {directory}: {error}.",
+            advice="Save without in_memory=True, to the folder itself.",
+            path=directory,
         ) from error
     return MEMORY / name
 

@@ -140,14 +140,18 @@ def check_kept(
     """Raise unless something is restored, and the other leaves of `like` have values to keep."""
     if not restored:
         raise CheckpointError(
-            f"restore: {folder} has no leaf of `like`. Name the leaves as they were saved."
+            f"restore: {folder} has no leaf of `like`.",
+            advice="Name the leaves as they were saved.",
+            path=folder,
         )
     names = {leaf.name for leaf in restored}
     for leaf, x in leaves:
         if leaf.name not in names and isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"restore: {folder}: leaf {leaf.name} is not in it, and `like` has only its shape. "
-                "Pass an array that it keeps."
+                f"restore: {folder}: leaf {leaf.name} is not in it, and `like` has only its shape.",
+                advice="Pass an array that it keeps.",
+                path=folder,
+                leaf=leaf.name,
             )
 
 
@@ -245,8 +249,9 @@ def _fitted(saved: Leaf, wanted: Leaf, value: LeafValue) -> LeafValue:
     except (OverflowError, ValueError) as caught:
         error = f": {caught}"
     raise CheckpointError(
-        f"leaf {saved.name} was saved as {value}, which {wanted} cannot hold{error}. Take a wider "
-        "dtype."
+        f"leaf {saved.name} was saved as {value}, which {wanted} cannot hold{error}.",
+        advice="Take a wider dtype.",
+        leaf=saved.name,
     )
 
 

@@ -183,8 +183,9 @@ class MicroBatchMean(Mean):
         # Each rank adds up its complete branches: [here / branch, numbers], or [numbers] on one
         # rank.
         def add_branches(x: jax.Array) -> jax.Array:
-            x = x.astype(wide(x.dtype)).reshape(here // branch, branch, -1)
-            return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, -1))
+            numbers = x.size // here
+            x = x.astype(wide(x.dtype)).reshape(here // branch, branch, numbers)
+            return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, numbers))
 
         sums = map_floats(function, add_branches, named)
         if size > 1:
@@ -194,7 +195,7 @@ class MicroBatchMean(Mean):
             caller = Caller("micro_batch_grads")
             shards = map_floats(function, lambda x: _shards_of_rows(x, size), sums)
             shards = caller.alltoall(shards, axis=self.axis)
-            sums = map_floats(function, lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), shards)
+            sums = map_floats(function, lambda x: _tree_sum(lax.collapse(x, 0, 2)), shards)
             sums = caller.allgather(sums, axis=self.axis)
 
         def finish(x: jax.Array, total: jax.Array) -> jax.Array:
@@ -218,7 +219,7 @@ def _micro_batches_here(function: str, micro_batches: int, axis: Axis) -> int:
 def _shards_of_rows(x: jax.Array, size: int) -> jax.Array:
     """Cut each row of `[k, n]`: `[size, k, ⌈n/size⌉]`, padded with zeros."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
-    return x.reshape(len(x), size, -1).swapaxes(0, 1)
+    return x.reshape(len(x), size, x.shape[1] // size).swapaxes(0, 1)
 
 
 def _tree_sum(x: jax.Array) -> jax.Array:

@@ -98,6 +98,17 @@ def test_all_ranks_have_the_same_bits():
     assert all(other == found for other in jaxmpi.allgather_object(found))
 
 
+@run_ranks(1, 2, 3)
+def test_arrays_without_numbers_are_averaged_too():
+    tx = jaxmpi.distributed(optax.sgd(1.0), micro_batches=6)
+    params = {"none": jnp.zeros((0, 3)), "w": jnp.zeros(2)}
+    here = 6 // jaxmpi.size()
+    grads = {"none": jnp.zeros((here, 0, 3)), "w": jnp.full((here, 2), jaxmpi.rank() + 1.0)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["none"].shape == (0, 3)
+    np.testing.assert_allclose(updates["w"], np.full(2, -(jaxmpi.size() + 1) / 2), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("inner", "name"),
     [
