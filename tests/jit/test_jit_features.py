@@ -610,7 +610,7 @@ def test_xla_gives_back_what_can_be_printed_saved_and_fed_back(tmp=None):
         local["w"] + jax.device_put(X, jax.local_devices()[0]), 3 * (X + 0.5) + X
     )
     np.testing.assert_array_equal(step(local, X)[0]["w"], 3 * (X + 0.5) + X)
-    wrapped = jaxmpi._world.session.current("test").wrap([state["w"]])
+    wrapped = jaxmpi._world.session.current("test").transport.arrays.wrap([state["w"]])
     assert wrapped[0] is state["w"]  # the state of a step passes as it is
 
 

@@ -9,6 +9,7 @@ from jax import lax
 import jaxmpi
 from jaxmpi._backends.base import Overlap, Started, Target
 from jaxmpi._barriers import depending_on, token_of
+from jaxmpi._lowering.plan import plan_of
 from jaxmpi._lowering.rewrite import rewrite
 from jaxmpi._lowering.trace import opened
 
@@ -59,10 +60,9 @@ def overlap(bucket_bytes):
 
 def rewritten(f, *args, bucket_bytes=1):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
-    return rewrite(
-        jaxpr,
-        Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=overlap(bucket_bytes)),
-    )
+    starts = overlap(bucket_bytes)
+    target = Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=starts)
+    return rewrite(plan_of(jaxpr, 2, overlap=starts), target)
 
 
 def after_the_start(jaxpr, name):
