@@ -6,7 +6,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.inner_jaxprs import line, subjaxprs
-from jaxmpi._analysis.primitives import PRIMITIVES, Op, Trait, has, op_of
+from jaxmpi._analysis.primitives import PRIMITIVES, Op, Trait, has, is_arithmetic, op_of
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 
@@ -28,7 +28,11 @@ COLLECTIVES = (Op.ALLREDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op
 BRANCHES_AND_LOOPS = (Op.SCAN, Op.WHILE, Op.COND)
 # What may have to do with the ranks: all else is local, whatever its parameters are.
 ABOUT_RANKS = frozenset(
-    {*COLLECTIVES, *BRANCHES_AND_LOOPS, Op.AXIS_INDEX, Op.SEND_AHEAD, Op.BROADCAST, Op.CALL}
+    {
+        *COLLECTIVES,
+        *BRANCHES_AND_LOOPS,
+        *(Op.AXIS_INDEX, Op.SEND_AHEAD, Op.BROADCAST, Op.CALL, Op.LINEAR_SOLVE),
+    }
 )
 
 
@@ -41,7 +45,7 @@ def kind(eqn: JaxprEqn) -> str:
       NotImplementedError: it communicates in a way that is not known here, with the primitive and
         the source line.
     """
-    if not eqn.params and not eqn.effects:
+    if is_arithmetic(eqn) and not eqn.effects:
         return ""
     op = op_of(eqn)
     if not subjaxprs(eqn):
@@ -87,6 +91,8 @@ def communicates(eqn: JaxprEqn) -> bool:
 
 def calls_python(eqn: JaxprEqn) -> bool:
     """Return whether an equation calls Python, or contains one that does."""
+    if is_arithmetic(eqn):
+        return False
     return has(eqn, Trait.CALLS_PYTHON) or any(map(_asks_host, subjaxprs(eqn)))
 
 
@@ -147,4 +153,4 @@ def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:
 
 def other_effects(eqn: JaxprEqn) -> bool:
     """Return whether an equation has effects beyond the axis: callbacks, prints, references."""
-    return any(not _jaxcompat.is_axis_effect(effect) for effect in eqn.effects)
+    return bool(eqn.effects) and not all(map(_jaxcompat.is_axis_effect, eqn.effects))

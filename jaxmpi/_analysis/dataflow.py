@@ -109,7 +109,8 @@ class _Forward(Generic[Fact]):
         Args:
           jaxpr: the jaxpr.
           ins: the facts of its inputs.
-          references: the contents of those that are references from outside; it may be shorter.
+          references: the contents of references from outside, None for all other inputs; [] if none
+            is a reference.
           visit: as in `propagate`.
           control: the fact of what decides whether, or how often, the jaxpr runs.
         """
@@ -125,26 +126,35 @@ class _Forward(Generic[Fact]):
             if v not in held and _jaxcompat.is_reference(v.aval):
                 held[v] = _Contents(fact)
 
-        def fact_of(atom: Atom) -> Fact:
-            if isinstance(atom, Literal):
-                return analysis.bottom
-            return held[atom].fact if atom in held else facts[atom]
+        bottom = analysis.bottom
+
+        def facts_of(atoms: Sequence[Atom]) -> list[Fact]:
+            if not held:  # as in most programs
+                return [bottom if isinstance(atom, Literal) else facts[atom] for atom in atoms]
+            found = []
+            for atom in atoms:
+                if isinstance(atom, Literal):
+                    found.append(bottom)
+                else:
+                    found.append(held[atom].fact if atom in held else facts[atom])
+            return found
 
         for eqn in inner.eqns:
-            operands = [fact_of(atom) for atom in eqn.invars]
+            operands = facts_of(eqn.invars)
             op = op_of(eqn)
             if op is Op.NEW_REFERENCE:
                 held[eqn.outvars[0]] = _Contents(self._join(operands))
                 results = [self._join(operands)]
             else:
-                mine = [
-                    None if isinstance(atom, Literal) else held.get(atom) for atom in eqn.invars
-                ]
+                mine: list[_Contents[Fact] | None] = []
+                if held:
+                    for atom in eqn.invars:
+                        mine.append(None if isinstance(atom, Literal) else held.get(atom))
                 results = self._results(eqn, op, operands, mine, visit, control)
             if visit is not None:
                 visit(eqn, operands, results, control)
             facts.update(zip(eqn.outvars, results, strict=True))
-        return [fact_of(atom) for atom in inner.outvars]
+        return facts_of(inner.outvars)
 
     def _results(
         self,
@@ -167,10 +177,9 @@ class _Forward(Generic[Fact]):
         elif op is Op.COND:
             results = self._cond(eqn, operands, references, visit, control)
         elif op in (Op.CALL, Op.LINEAR_SOLVE):
-            jaxpr, taken = callee(eqn, list(zip(operands, references, strict=True)))
-            results = self.run(
-                jaxpr, [fact for fact, _ in taken], [held for _, held in taken], visit, control
-            )
+            jaxpr, taken = callee(eqn, operands)
+            inside = callee(eqn, references)[1] if references else []
+            results = self.run(jaxpr, taken, inside, visit, control)
         else:
             if analysis.otherwise is None:
                 results = [self._join(operands)] * len(eqn.outvars)

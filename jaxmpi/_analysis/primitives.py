@@ -17,6 +17,7 @@ __all__ = [
     "Trait",
     "function_of",
     "has",
+    "is_arithmetic",
     "is_sum",
     "op_of",
     "properties",
@@ -28,6 +29,7 @@ __all__ = [
 class Op(Enum):
     """Operation of a primitive, where rules treat it by itself."""
 
+    UNKNOWN = auto()  # not in the table
     OTHER = auto()
     # contain jaxprs
     CALL = auto()
@@ -54,6 +56,7 @@ class Op(Enum):
     SWAP = auto()
     ADD_UPDATE = auto()
     FREEZE = auto()
+    CALLBACK = auto()
     # arithmetic
     MARK = auto()
     ADD = auto()
@@ -167,11 +170,11 @@ PRIMITIVES: dict[str, Properties] = {
     "addupdate": Properties(Op.ADD_UPDATE),
     "freeze": Properties(Op.FREEZE),
     # Python functions that a program calls
-    "pure_callback": _plain(CALLS_PYTHON),
-    "io_callback": _plain(CALLS_PYTHON),
-    "debug_callback": _plain(CALLS_PYTHON),
-    "debug_print": _plain(CALLS_PYTHON),
-    "ffi_call": _plain(CALLS_PYTHON | TAKES_TIME),
+    "pure_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
+    "io_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
+    "debug_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
+    "debug_print": Properties(Op.CALLBACK, CALLS_PYTHON),
+    "ffi_call": Properties(Op.CALLBACK, CALLS_PYTHON | TAKES_TIME),
     # identities
     "jaxmpi_mark": Properties(Op.MARK, ELEMENTWISE | IDENTITY | KEEPS_VALUE),
     "name": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE),
@@ -287,7 +290,7 @@ PRIMITIVES: dict[str, Properties] = {
     "dot_general": Properties(Op.INNER_PRODUCT, TAKES_TIME | MATRIX_PRODUCT),
     "conv_general_dilated": _plain(TAKES_TIME | MATRIX_PRODUCT),
     "ragged_dot_general": _plain(TAKES_TIME | MATRIX_PRODUCT),
-    "pallas_call": _plain(TAKES_TIME),
+    "pallas_call": Properties(Op.UNKNOWN, TAKES_TIME),
     "cholesky": _plain(MATRIX_PRODUCT),
     "eig": _plain(MATRIX_PRODUCT),
     "eigh": _plain(MATRIX_PRODUCT),
@@ -305,7 +308,24 @@ PRIMITIVES: dict[str, Properties] = {
 # The primitives of functions of `jax.lax` that have other names.
 FUNCTIONS = {"pmean": "psum", "psum_scatter": "reduce_scatter"}
 
-_UNKNOWN, _UNKNOWN_PYTHON = Properties(), _plain(CALLS_PYTHON)
+ARITHMETIC = frozenset(
+    {
+        Op.OTHER,
+        Op.MARK,
+        Op.ADD,
+        Op.SUBTRACT,
+        Op.DIVIDE,
+        Op.CONVERT,
+        Op.SELECT,
+        Op.CLAMP,
+        Op.BROADCAST_SHAPE,
+        Op.BARRIER,
+        Op.INNER_PRODUCT,
+        Op.REDUCE,
+    }
+)
+_UNKNOWN = Properties(Op.UNKNOWN)
+_UNKNOWN_PYTHON = Properties(Op.UNKNOWN, CALLS_PYTHON)
 
 
 def properties(name: str) -> Properties:
@@ -343,6 +363,11 @@ def reduction_of(eqn: JaxprEqn) -> str:
 def is_sum(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a sum over named axes."""
     return op_of(eqn) is Op.ALLREDUCE and reduction_of(eqn) == "sum"
+
+
+def is_arithmetic(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is known to compute arrays from arrays, and nothing else."""
+    return PRIMITIVES.get(eqn.primitive.name, _UNKNOWN).op in ARITHMETIC
 
 
 def has(eqn: JaxprEqn, trait: Trait) -> bool:
