@@ -6,6 +6,8 @@ other's messages, nor those of the compiled programs.
 
 import contextlib
 import copy
+import math
+import os
 import pickle
 import threading
 import warnings
@@ -30,6 +32,7 @@ from jaxmpi._backends.wire import MAX_ITEMS
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.communicating_thread import Turn
 from jaxmpi._job.process.launchers import find_for_library
+from jaxmpi._job.process.processor import quota
 from jaxmpi._job.process.stderr import one_line
 
 __all__ = ["MpiRanks"]
@@ -55,6 +58,12 @@ class _Pickled(NamedTuple):
             return _Pickled(
                 rank, b"", f"the object of rank {rank} cannot be pickled ({one_line(error)})"
             )
+
+
+def _cores_per_rank(node: Communicator) -> float:
+    """Return the cores that the ranks of a node may use, divided by the number of these ranks."""
+    cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
+    return min(cores, quota() or math.inf) / node.size
 
 
 class MpiRanks(Processes):
@@ -88,6 +97,7 @@ class MpiRanks(Processes):
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         self.ranks_here = (world.rank,)
         unlink_shared_memory(node_comm)
+        self.is_crowded = min(world.allgather(_cores_per_rank(node_comm))) < 1
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher = find_for_library(mpi.get_vendor()[0])

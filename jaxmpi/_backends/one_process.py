@@ -137,7 +137,7 @@ class OneProcess(Ranks):
         self.name, self.place, self.transport = name, place, transport
         self.ranks_here = range(place.size)
         self.axes: Mapping[str, int] = {AXIS: place.size}
-        self.registry, self.long_operation = Registry(), ""
+        self.registry, self.is_crowded, self.long_operation = Registry(), False, ""
 
     def executor(
         self, *, inline: Callable[[Processes], R], before: Callable[[Processes], R]

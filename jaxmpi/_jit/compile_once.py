@@ -1,4 +1,4 @@
-"""Ranks that have agreed on a new program compile it once between them.
+"""Ranks that share their cores compile a new program once between them.
 
 One rank compiles it, and the others get the executable.
 
@@ -23,7 +23,7 @@ import jax
 from jax.stages import Lowered
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.interface import Processes, long_operation
+from jaxmpi._backends.interface import Processes, Ranks, long_operation
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.compiled_files import made_once
@@ -38,12 +38,19 @@ Outcome: TypeAlias = tuple[Literal["compiled"], bytes] | tuple[Literal["failed"]
 ALONE: Outcome = "compiled", b""  # what a rank says that has no executable for the others
 
 
-def shares() -> bool:
+def shares(ranks: Ranks) -> bool:
     """Return whether the ranks of this job share what they compile.
 
-    Not on GPUs, where the compilers of all ranks talk to each other.
+    By default they do where a host has more ranks than cores. A rank with a core of its own has
+    compiled sooner than it could take over the executable of another one: GPT of 24 layers on 2
+    ranks 2.7 s against 3.6 to 4.4 s. With 4 ranks on 2 cores it is 6.4 s against 5.1 s.
+
+    On GPUs they do not: the compilers of all ranks talk to each other.
     """
-    return settings.get("JAXMPI_COMPILE") == "once" and jax.default_backend() == "cpu"
+    if jax.default_backend() != "cpu":
+        return False
+    wanted = settings.get("JAXMPI_COMPILE")
+    return ranks.is_crowded if wanted == "auto" else wanted == "once"
 
 
 def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -> None:

@@ -51,7 +51,7 @@ class Jitted:
     def __init__(self, function: Function, options: dict[str, object], backend: Ranks) -> None:
         self._function, self._backend = function, backend
         self._alone = len(backend.ranks_here) == backend.place.size
-        self.shares = not self._alone and shares()
+        self.shares = not self._alone and shares(backend)
         self.ready: Program | None = None
         self.traced: Program | None = None
         self.plain = jax.jit(self._body(hide=True), **options)

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,17 @@ def replaced(owner, name, value):
         setattr(owner, name, before)
 
 
+def crowded(function):
+    """Run a test as ranks that share their cores."""
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        with replaced(session.current("test"), "is_crowded", True):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def check_once():
     number, step = new_step()
     for length in (3, 5):  # the second program of a step is new, too
@@ -104,12 +115,14 @@ def check_once():
 
 
 @run_ranks(2, 3, 4)
+@crowded
 def test_a_program_is_compiled_once_in_the_job():
     check_once()
 
 
 @pytest.mark.slow
 @run_ranks(2, 3, backend="xla")
+@crowded
 def test_a_program_is_compiled_once_in_the_job_xla():
     check_once()
 
@@ -130,6 +143,7 @@ def test_each_rank_compiles_where_that_is_asked_for():
 
 
 @run_ranks(3)
+@crowded
 def test_a_rank_with_another_program_compiles_it_for_itself():
     """A rank with a larger batch compiles for itself, and sends the same messages."""
     number, step = new_step()
@@ -140,6 +154,7 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
 
 
 @run_ranks(2, 3)
+@crowded
 def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
     number, step = new_step()
     step(np.ones(3, np.float32))
@@ -152,6 +167,7 @@ def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
 
 
 @run_ranks(3)
+@crowded
 def test_an_error_of_the_compiler_is_raised_on_all_ranks():
     if not shares():
         return
@@ -170,6 +186,7 @@ def test_an_error_of_the_compiler_is_raised_on_all_ranks():
 
 
 @run_ranks(2)
+@crowded
 def test_an_error_that_cannot_be_pickled_keeps_its_text():
     if not shares():
         return
@@ -190,6 +207,7 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text():
 
 
 @run_ranks(2)
+@crowded
 def test_an_unknown_option_is_refused_on_all_ranks():
     step = jaxmpi.jit(
         lambda x: jaxmpi.tree_allreduce(x), compiler_options={"xla_no_such_option": 1}
@@ -200,6 +218,7 @@ def test_an_unknown_option_is_refused_on_all_ranks():
 
 
 @run_ranks(3)
+@crowded
 def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
     """Such a rank goes on, since the others have its message by its next call."""
     if not shares():
@@ -219,6 +238,7 @@ def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
 
 
 @run_ranks(3)
+@crowded
 def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
     if not shares():
         return
@@ -246,6 +266,7 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
 
 
 @run_ranks(2)
+@crowded
 def test_an_entry_that_cannot_be_loaded_is_compiled():
     if not shares():
         return
@@ -261,6 +282,7 @@ def test_an_entry_that_cannot_be_loaded_is_compiled():
 
 
 @run_ranks(2)
+@crowded
 def test_a_program_with_a_callback_is_compiled_by_each_rank():
     """Each rank compiles a callback's program, which calls the Python of its own process."""
     number, seen = new_number(), []
@@ -276,6 +298,7 @@ def test_a_program_with_a_callback_is_compiled_by_each_rank():
 
 
 @run_ranks(3)
+@crowded
 def test_ranks_that_wait_use_no_core():
     if not shares():
         return
@@ -317,6 +340,7 @@ def test_all_ranks_of_a_group_get_the_first_ones_object():
 
 
 @run_ranks(2)
+@crowded
 def test_the_user_s_own_cache_is_used_beside_it():
     before = jax.config.jax_compilation_cache_dir
     assert before and os.path.samefile(before, os.environ["JAX_COMPILATION_CACHE_DIR"])

@@ -134,10 +134,11 @@ SETTINGS: Mapping[str, Setting] = {
         "stall",
     ),
     "JAXMPI_COMPILE": Setting(
-        _one_of("once", "each"),
-        "one of once, each",
-        "once",
-        "whether ranks that run the same program compile it once between them, or each for itself",
+        _one_of("auto", "once", "each"),
+        "one of auto, once, each",
+        "auto",
+        "whether ranks that run the same program compile it once between them, or each for itself; "
+        "auto: once where a host has more ranks than cores",
         same=True,
     ),
     "JAXMPI_CACHE_BYTES": Setting(
