@@ -19,7 +19,7 @@ from typing import TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import ABOUT_RANKS, calls_python, follows_from, kind
+from jaxmpi._analysis.classify import RANK_OPS, calls_python, is_computed_from, kind
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.inner_jaxprs import line
 from jaxmpi._analysis.primitives import Op, is_sum, op_of
@@ -186,12 +186,12 @@ def varying(
         eqn: JaxprEqn, operands: list[Classes], results: list[Classes], control: Classes
     ) -> None:
         op = op_of(eqn)
-        what = kind(eqn) if op in ABOUT_RANKS else ""
+        what = kind(eqn) if op in RANK_OPS else ""
         if what in ("collective", "ahead") and control != ALL:
             unreached.append(eqn)
         elif unreached and control == ALL:  # the outermost branch or loop around them
             _refuse(api, eqn, unreached[0])
-        known = follows_from(literal, eqn)
+        known = is_computed_from(literal, eqn)
         if known and not what:
             literal.update(eqn.outvars)
         if what == "collective" and is_sum(eqn):
