@@ -133,7 +133,9 @@ REPLICATION: Analysis[Classes] = Analysis(
     otherwise=_local,
 )
 # A value that is marked as different on purpose counts as equal: it is no sign of a forgotten mean.
-UNMARKED = replace(REPLICATION, rules={**REPLICATION.rules, Op.MARK: _mark_differing_as_equal})
+DELIBERATE_AS_EQUAL = replace(
+    REPLICATION, rules={**REPLICATION.rules, Op.MARK: _mark_differing_as_equal}
+)
 
 
 def may_vary(
@@ -152,7 +154,7 @@ def may_vary(
       marked: whether a value that `may_differ` marks as different on purpose may differ; if not, it
         counts as equal.
     """
-    analysis = REPLICATION if marked else UNMARKED
+    analysis = REPLICATION if marked else DELIBERATE_AS_EQUAL
     if constants:
         analysis = replace(analysis, constants=NONE)
     classes = [NONE if differs else ALL for differs in ins]

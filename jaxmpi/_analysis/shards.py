@@ -167,4 +167,4 @@ def _analysis(sizes: Sizes) -> Analysis[Value]:
         return operands
 
     rules = dict.fromkeys(COLLECTIVES, _collective)
-    return Analysis(NOTHING, _join, {**rules, Op.MARK: mark}, _local, returned=_returned)
+    return Analysis(NOTHING, _join, {**rules, Op.MARK: mark}, _local, after_inner=_returned)
