@@ -1,4 +1,9 @@
-"""Classify the equations of a traced function: local, collective, a loop or call with one."""
+"""Classify the equations of a traced function by whether they involve the ranks.
+
+An equation is local, communicates itself, or is a call, a loop or a branch with a collective inside
+(`kind`). JAX does not say which primitives communicate: what counts are the named axes in an
+equation's parameters and effects, and the table of `primitives`.
+"""
 
 from collections.abc import Container
 
@@ -11,14 +16,14 @@ from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 
 __all__ = [
-    "ABOUT_RANKS",
     "BRANCHES_AND_LOOPS",
     "COLLECTIVES",
+    "RANK_OPS",
     "axis_names",
     "calls_python",
     "communicates",
-    "follows_from",
     "has_collective",
+    "is_computed_from",
     "kind",
     "kinds",
     "other_effects",
@@ -26,8 +31,9 @@ __all__ = [
 
 COLLECTIVES = (Op.ALLREDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.PERMUTE)
 BRANCHES_AND_LOOPS = (Op.SCAN, Op.WHILE, Op.COND)
-# What may have to do with the ranks: all else is local, whatever its parameters are.
-ABOUT_RANKS = frozenset(
+# The operations for which `kind` may return something other than "". In a program that `kind` has
+# accepted, an equation of any other operation is local, and need not be classified again.
+RANK_OPS = frozenset(
     {
         *COLLECTIVES,
         *BRANCHES_AND_LOOPS,
@@ -37,15 +43,21 @@ ABOUT_RANKS = frozenset(
 
 
 def kind(eqn: JaxprEqn) -> str:
-    """Return the kind of an equation: "", "index", "collective", "ahead", "bcast", "call", "loop".
+    """Return how an equation involves the ranks.
 
-    "" is local; "ahead" starts a message for a later call; a call or a loop contains a collective.
+    Returns:
+      "" for an equation that does not: it is local;
+      "index" for the rank's number along an axis;
+      "collective" for one of COLLECTIVES over axes of the ranks;
+      "ahead" for the start of a message that a later call of the program waits for;
+      "bcast" for a broadcast, which `trace` replaces by other collectives;
+      "call" or "loop" for a call, or a loop or branch, with any of the above inside.
 
     Raises:
-      NotImplementedError: it communicates in a way that is not known here, with the primitive and
-        the source line.
+      NotImplementedError: the equation communicates in a way that jaxmpi does not support, with the
+        primitive and the source line.
     """
-    if is_arithmetic(eqn) and not eqn.effects:
+    if is_arithmetic(eqn) and not eqn.effects:  # most equations
         return ""
     op = op_of(eqn)
     if not subjaxprs(eqn):
@@ -59,13 +71,14 @@ def kind(eqn: JaxprEqn) -> str:
             return "ahead"
         if op is Op.BROADCAST:
             return "bcast"
-    elif not _names_inside(eqn):
+    elif not _axis_names_inside(eqn):
         return ""
     elif op in (Op.CALL, Op.LINEAR_SOLVE):
         return "call"
     elif op in BRANCHES_AND_LOOPS:
         return "loop"
-    over = ", ".join(map(repr, sorted({*axis_names(eqn), *_names_inside(eqn)}))) or repr(AXIS)
+    axes = sorted({*axis_names(eqn), *_axis_names_inside(eqn)})
+    over = ", ".join(map(repr, axes)) or repr(AXIS)
     known = [name for name, properties in PRIMITIVES.items() if properties.op in COLLECTIVES]
     raise NotImplementedError(
         f"{eqn.primitive.name} at {line(eqn)} communicates over {over}, which is not supported. "
@@ -75,82 +88,104 @@ def kind(eqn: JaxprEqn) -> str:
 
 @_jaxcompat.kept_with_jaxpr
 def kinds(jaxpr: AnyJaxpr) -> dict[int, str]:
-    """Return the kinds of the equations that have to do with the ranks, by their ids."""
-    return {id(eqn): what for eqn in _jaxcompat.parts(jaxpr)[0].eqns if (what := kind(eqn))}
+    """Return `kind` of each equation of a jaxpr that is not local, by the id of the equation.
+
+    Equations inside of its calls, loops and branches are not included.
+    """
+    found: dict[int, str] = {}
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        kind_of_eqn = kind(eqn)
+        if kind_of_eqn:
+            found[id(eqn)] = kind_of_eqn
+    return found
 
 
 def has_collective(jaxpr: AnyJaxpr) -> bool:
-    """Return whether anything in it has to do with the ranks."""
+    """Return whether a jaxpr, at any depth, communicates or asks for the rank's number."""
     return bool(kinds(jaxpr))
 
 
 def communicates(eqn: JaxprEqn) -> bool:
-    """Return whether an equation sends something, or contains one that does."""
-    return kind(eqn) in ("collective", "ahead") or any(map(_sends, subjaxprs(eqn)))
+    """Return whether an equation sends something, or contains one that does.
+
+    A broadcast counts only after `trace` has replaced it by a collective.
+    """
+    return kind(eqn) in ("collective", "ahead") or any(map(_communicates_inside, subjaxprs(eqn)))
 
 
 def calls_python(eqn: JaxprEqn) -> bool:
-    """Return whether an equation calls Python, or contains one that does."""
+    """Return whether an equation calls Python or foreign code, or contains one that does."""
     if is_arithmetic(eqn):
         return False
-    return has(eqn, Trait.CALLS_PYTHON) or any(map(_asks_host, subjaxprs(eqn)))
+    return has(eqn, Trait.CALLS_PYTHON) or any(map(_calls_python_inside, subjaxprs(eqn)))
 
 
-# A jaxpr does not change. What is known of one is kept as long as it lives: it is asked for by
-# whatever holds it.
+# Every analysis asks these questions about the same jaxprs, and about each one again for every call
+# or loop around it. A jaxpr does not change, so the answers are cached while it lives.
 
 
 @_jaxcompat.kept_with_jaxpr
-def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
-    """Return the names of the axes that are used in a jaxpr."""
-    return frozenset(
-        name
-        for eqn in _jaxcompat.parts(jaxpr)[0].eqns
-        for name in (*axis_names(eqn), *_names_inside(eqn))
-    )
+def _axis_names_in(jaxpr: AnyJaxpr) -> frozenset[str]:
+    """Return the names of the axes that the equations of a jaxpr are over, at any depth."""
+    found: set[str] = set()
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        found.update(axis_names(eqn))
+        found.update(_axis_names_inside(eqn))
+    return frozenset(found)
 
 
-def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
-    """Return the names of the axes used inside an equation; a mesh binds its axes itself."""
-    names = frozenset[str]().union(*map(_names, subjaxprs(eqn)))
+def _axis_names_inside(eqn: JaxprEqn) -> frozenset[str]:
+    """Return the names of the axes that the equations in an equation's jaxprs are over.
+
+    A `shard_map` binds the axes of its mesh itself, so that of these only AXIS counts.
+    """
+    names = frozenset[str]().union(*map(_axis_names_in, subjaxprs(eqn)))
     return names & {AXIS} if op_of(eqn) is Op.MESH else names
 
 
 @_jaxcompat.kept_with_jaxpr
-def _sends(jaxpr: AnyJaxpr) -> bool:
+def _communicates_inside(jaxpr: AnyJaxpr) -> bool:
     return any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns))
 
 
 @_jaxcompat.kept_with_jaxpr
-def _asks_host(jaxpr: AnyJaxpr) -> bool:
+def _calls_python_inside(jaxpr: AnyJaxpr) -> bool:
     return any(map(calls_python, _jaxcompat.parts(jaxpr)[0].eqns))
 
 
 def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Return the named axes that an equation is over, in its order.
+    """Return the named axes that an equation is over, in the order of its parameter.
 
-    They are axes of the ranks: an axis of a `vmap` inside is a number.
+    In a traced program these are axes of the ranks: tracing has replaced the name of a `vmap`
+    inside the function by the number of an array's axis.
     """
     if op_of(eqn) is Op.MESH:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(
-        axis
-        for axis in (axes if isinstance(axes, tuple | list | frozenset) else (axes,))
-        if isinstance(axis, str)
-    )
+    if not isinstance(axes, tuple | list | frozenset):
+        axes = (axes,)
+    return tuple(axis for axis in axes if isinstance(axis, str))
 
 
 def _over_ranks(eqn: JaxprEqn) -> bool:
+    """Return whether an equation itself is over a named axis, by its parameters or effects."""
     return bool(axis_names(eqn)) or any(map(_jaxcompat.is_axis_effect, eqn.effects))
 
 
-def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:
-    """Return whether an equation only computes, from literals and `known` variables."""
-    operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
-    return operands and not other_effects(eqn) and not calls_python(eqn)
+def is_computed_from(known: Container[Var], eqn: JaxprEqn) -> bool:
+    """Return whether literals and `known` variables alone determine an equation's results.
+
+    The result of a Python function, or of an equation with effects, is not determined by them.
+    """
+    for atom in eqn.invars:
+        if not isinstance(atom, Literal) and atom not in known:
+            return False
+    return not other_effects(eqn) and not calls_python(eqn)
 
 
 def other_effects(eqn: JaxprEqn) -> bool:
-    """Return whether an equation has effects beyond the axis: callbacks, prints, references."""
+    """Return whether an equation has an effect: a callback, a print, the use of a reference.
+
+    The effect that only requires a bound axis, which JAX gives to collectives, does not count.
+    """
     return bool(eqn.effects) and not all(map(_jaxcompat.is_axis_effect, eqn.effects))

@@ -1,10 +1,16 @@
 """Constant sums: sums over the ranks of numbers that every rank knows, which are not sent.
 
-The gradient of every mean of a loss has one, of the cotangent 1/p. It multiplies by the number of
-ranks. A constant may be a Python number that each rank has its own of, and so the ranks compare the
-text of what these sums follow from (`control_slice`). That text has no shapes: what depends on one,
-such as a count of samples, is sent, as is a number that is summed as it stands. So only those
-constants count that were divided by a number.
+The gradient of a loss that is averaged over p ranks has one: the sum of the cotangent 1/p. Instead
+of sending it, each rank multiplies its number by the number of ranks.
+
+That is right only if the number is equal on all ranks. It follows from literals, and a literal is a
+Python number, which may differ between ranks. So the ranks compare the text of the equations that
+these sums depend on (`control_slice`).
+
+The number of a rank's samples may differ between ranks, and then its sum must be sent. Such a
+number is either reduced over an array's elements, and depends on a shape, which that text does not
+show; or it is a literal that is summed as it is. So neither counts as a constant: not the result of
+a reduction, and not a number that was computed without a division.
 """
 
 from collections.abc import Sequence
@@ -22,11 +28,11 @@ __all__ = ["constant_sums"]
 
 
 class Number(IntEnum):
-    """Kind of a value, by how it follows from the numbers in a program."""
+    """How a value follows from the literals of a program. The join of several is the largest."""
 
-    CONSTANT = 0  # from literals alone, with one number everywhere in the array
-    QUOTIENT = 1  # the same, with a division on the way
-    UNKNOWN = 2
+    CONSTANT = 0  # from literals alone, and all elements of the array are one number
+    QUOTIENT = 1  # CONSTANT, and computed with a division
+    UNKNOWN = 2  # anything else
 
 
 def _join(values: Sequence[Number]) -> Number:
@@ -40,8 +46,9 @@ def _unknown(eqn: JaxprEqn, operands: list[Number]) -> list[Number]:
 def _local(eqn: JaxprEqn, operands: list[Number]) -> list[Number]:
     if not has(eqn, Trait.KEEPS_CONSTANTS):
         return _unknown(eqn, operands)
-    is_quotient = op_of(eqn) is Op.DIVIDE
-    return [_join([*operands, Number.QUOTIENT] if is_quotient else operands)]
+    if op_of(eqn) is Op.DIVIDE:
+        return [_join([*operands, Number.QUOTIENT])]
+    return [_join(operands)]
 
 
 def _allreduce(eqn: JaxprEqn, operands: list[Number]) -> list[Number]:
@@ -49,10 +56,12 @@ def _allreduce(eqn: JaxprEqn, operands: list[Number]) -> list[Number]:
 
 
 def _is_constant_sum(eqn: JaxprEqn, operands: list[Number]) -> bool:
+    """Return whether an equation, whose operands have these facts, sums a QUOTIENT over ranks."""
     return is_sum(eqn) and operands == [Number.QUOTIENT] and kind(eqn) == "collective"
 
 
-# The sums in a loop are found when its body is asked about by itself.
+# The rules stop at calls, loops and branches. To find the sums in the body of a loop, call
+# `constant_sums` on the body.
 ANALYSIS = Analysis(
     Number.CONSTANT,
     _join,
@@ -67,7 +76,12 @@ ANALYSIS = Analysis(
 
 @_jaxcompat.kept_with_jaxpr
 def constant_sums(jaxpr: AnyJaxpr) -> set[int]:
-    """Return the sums of an opened program that are not sent, by the ids of their equations."""
+    """Return the ids of the equations that sum a constant over the ranks, and so send nothing.
+
+    Args:
+      jaxpr: an opened program, or the jaxpr of one of its loops or branches. Equations inside of
+        its own loops and branches are not included.
+    """
     found: set[int] = set()
 
     def visit(

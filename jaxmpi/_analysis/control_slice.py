@@ -1,13 +1,19 @@
 """Control slice: the equations and literals that must be equal on all ranks, as text.
 
-A Python number in a traced function is a literal, and may be another one on each rank. Three kinds
-of values must follow from the same computation on every rank: the predicates of loops and branches
-that communicate, the sums of `constant_sums`, which are not sent, and the outputs that are declared
-replicated. The text has no shapes, as batches may be uneven, and it ends at collectives whose
-results are equal on all ranks whatever they reduce.
+Each rank traces the function itself, and a Python number in it becomes a literal, which may differ
+between ranks. That is allowed, except where it changes one of these values, the roots of the slice.
+They must be computed in the same way on every rank:
 
-Values are numbered along the dataflow from these, not in the order in which they were traced: two
-ranks may trace independent equations in two orders, as those of a Python set.
+- predicates of loops and branches that communicate: they control the messages;
+- operands of the sums that are not sent (`constant_sums`);
+- outputs that are declared replicated.
+
+The slice is all equations that the roots depend on (`dataflow.slice_of`). It ends at a collective
+whose result is equal on all ranks whatever they put in. The ranks compare its text before they run
+the program. The text has no shapes, because batches may be uneven.
+
+Its lines, and the names of its variables, are in the order of the dataflow, and not of the trace:
+two ranks may trace independent equations in different orders, such as those of a Python set.
 """
 
 from collections.abc import Sequence
@@ -29,7 +35,13 @@ __all__ = ["Line", "control_equations"]
 
 
 class Line(NamedTuple):
-    """An equation as text, and JAX's record of where it comes from."""
+    """A line of the text: an equation, and JAX's record of where it comes from.
+
+    Attributes:
+      text: the line.
+      source_info: of the equation; None for a line that is not an equation. `_jaxcompat` reads it
+        from this tuple as it does from an equation.
+    """
 
     text: str
     source_info: object = None
@@ -40,46 +52,54 @@ class Line(NamedTuple):
 
 
 def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Line]:
-    """Return the equations that must be the same on all ranks.
+    """Return the text of the control slice: the lines must be equal on all ranks.
 
     Args:
-      jaxpr: an opened program.
-      outputs: which of its outputs are declared replicated.
+      jaxpr: an opened program, or the jaxpr of a scan or of a branch.
+      outputs: which of its outputs are declared replicated; () for none.
+
+    Returns:
+      The slice at the top of the jaxpr, then those inside of its loops and branches.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
-    not_sent = constant_sums(jaxpr)
     loops = [eqn for eqn in inner.eqns if communicates(eqn) and subjaxprs(eqn)]
-    lines_inside = [_inside(eqn) for eqn in loops]
+    lines_inside = [_lines_inside(eqn) for eqn in loops]
     roots: list[Atom] = []
-    for eqn, inside in zip(loops, lines_inside, strict=True):
-        if inside:  # a predicate inside of it may depend on any operand
+    # predicates of loops and branches that communicate
+    for eqn, lines in zip(loops, lines_inside, strict=True):
+        if lines:  # what controls messages inside may depend on any operand
             roots += eqn.invars
         elif op_of(eqn) is Op.COND:
             roots.append(eqn.invars[0])
+    # operands of the sums that are not sent
+    not_sent = constant_sums(jaxpr)
     roots += [eqn.invars[0] for eqn in inner.eqns if id(eqn) in not_sent]
+    # outputs that are declared replicated
     roots += [v for v, declared in zip(inner.outvars, outputs, strict=False) if declared]
-    lines = _lines(slice_of(jaxpr, roots, _is_equal_after))
-    for inside in lines_inside:
-        lines += inside
-    return lines
+    found = _lines(slice_of(jaxpr, roots, _makes_equal))
+    for lines in lines_inside:
+        found += lines
+    return found
 
 
-def _inside(eqn: JaxprEqn) -> list[Line]:
-    """Return the control equations of what a loop or a branch contains."""
-    lines: list[Line] = []
-    for part in subjaxprs(eqn):
+def _lines_inside(eqn: JaxprEqn) -> list[Line]:
+    """Return the text of the control slices inside of a loop or a branch that communicates."""
+    found: list[Line] = []
+    for inner in subjaxprs(eqn):
         if op_of(eqn) is Op.WHILE:
-            outvars = _jaxcompat.parts(part)[0].outvars
-            lines += _lines(slice_of(part, outvars, _is_equal_after))
+            # The predicate may depend, over the iterations, on the whole state: so all outputs of
+            # the condition and of the body are roots.
+            outvars = _jaxcompat.parts(inner)[0].outvars
+            found += _lines(slice_of(inner, outvars, _makes_equal))
         else:
-            lines += control_equations(part)
-    return lines
+            found += control_equations(inner)
+    return found
 
 
-def _is_equal_after(jaxpr: AnyJaxpr, eqn: JaxprEqn) -> bool:
-    """Return whether a result is equal on all ranks, whatever they put in.
+def _makes_equal(jaxpr: AnyJaxpr, eqn: JaxprEqn) -> bool:
+    """Return whether an equation's result is equal on all ranks, whatever they put in.
 
-    The sum of constants is not sent, and equal only if the constants are.
+    A sum of constants is not one of these: it is not sent, and equal only if the constants are.
     """
     return (
         op_of(eqn) in (Op.ALLREDUCE, Op.ALL_GATHER)
@@ -92,69 +112,72 @@ def _is_equal_after(jaxpr: AnyJaxpr, eqn: JaxprEqn) -> bool:
 # Text
 
 
-def _lines(found: Slice) -> list[Line]:
-    """Return a slice as text: each equation behind those that it depends on, then the roots."""
-    if not found.roots:
+def _lines(sliced: Slice) -> list[Line]:
+    """Return a slice as text: each equation after those that it depends on, then the roots."""
+    if not sliced.roots:
         return []
-    inner, _ = _jaxcompat.parts(found.jaxpr)
-    text, lines = Text(found.jaxpr), []
-    what = kinds(found.jaxpr)
-    collectives = [id(eqn) for eqn in inner.eqns if what.get(id(eqn)) == "collective"]
-    for needed in _along_the_dataflow(found):
+    inner, _ = _jaxcompat.parts(sliced.jaxpr)
+    text, lines = Text(sliced.jaxpr), []
+    kind_by_id = kinds(sliced.jaxpr)
+    collectives = [id(eqn) for eqn in inner.eqns if kind_by_id.get(id(eqn)) == "collective"]
+    for needed in _in_dataflow_order(sliced):
         eqn = needed.eqn
-        if _is_equal_after(found.jaxpr, eqn):
-            # Ranks may put other numbers in, and compute them in another way.
+        if _makes_equal(sliced.jaxpr, eqn):
+            # Its operand may be computed differently on each rank, and is not in the slice. Its
+            # index tells which collective of the program it is.
             operands = f"operand of collective {collectives.index(id(eqn))}"
             lines.append(Line(text.equation(eqn, operands=operands), eqn.source_info))
             continue
         lines.append(Line(text.equation(eqn), eqn.source_info))
         for inside in needed.inside:
             lines += _lines(inside)
-    lines.append(Line(f"decides: {', '.join(map(text.atom, found.roots))}"))
+    lines.append(Line(f"decides: {', '.join(map(text.atom, sliced.roots))}"))
     return lines
 
 
-def _along_the_dataflow(found: Slice) -> list[Needed]:
+def _in_dataflow_order(sliced: Slice) -> list[Needed]:
     """Return the equations of a slice in an order that depends on its dataflow alone.
 
-    It is the order of a depth-first search from the roots, through the operands from left to right.
+    It is the post-order of a depth-first search from the roots, through the operands from left to
+    right. The search has a stack of its own: a slice may be deeper than Python's recursion limit.
     """
-    makers: dict[Var, int] = {}
-    users: dict[Var, list[int]] = {}  # of each reference
-    for i, needed in enumerate(found.equations):
-        makers.update(dict.fromkeys(needed.eqn.outvars, i))
+    # Equations are identified by their index in `sliced.equations`.
+    maker: dict[Var, int] = {}  # the equation whose result a variable is
+    users: dict[Var, list[int]] = {}  # the equations that read or write a reference
+    for i, needed in enumerate(sliced.equations):
+        for v in needed.eqn.outvars:
+            maker[v] = i
         for atom in needed.eqn.invars:
             if not isinstance(atom, Literal) and _jaxcompat.is_reference(atom.aval):
                 users.setdefault(atom, []).append(i)
 
-    def dependencies(atoms: Sequence[Atom], before: int) -> list[int]:
-        """Return the equations that make values, or that write into references before another."""
-        numbers: list[int] = []
+    def dependencies(atoms: Sequence[Atom], reader: int) -> list[int]:
+        """Return the equations that make these values, or use a reference before its reader."""
+        found: list[int] = []
         for atom in atoms:
             if not isinstance(atom, Literal):
-                if atom in makers:
-                    numbers.append(makers[atom])
-                numbers.extend(i for i in users.get(atom, []) if i < before)
-        return numbers
+                if atom in maker:
+                    found.append(maker[atom])
+                found.extend(i for i in users.get(atom, []) if i < reader)
+        return found
 
     order: list[Needed] = []
     done: set[int] = set()
     # Each entry is an equation, and whether what it depends on is in the order already.
-    stack = [(i, False) for i in reversed(dependencies(found.roots, len(found.equations)))]
+    stack = [(i, False) for i in reversed(dependencies(sliced.roots, len(sliced.equations)))]
     while stack:
         i, is_ready = stack.pop()
         if i in done:
             continue
-        needed = found.equations[i]
+        needed = sliced.equations[i]
         if is_ready:
             done.add(i)
             order.append(needed)
             continue
-        used = [
-            atom
-            for atom, is_used in zip(needed.eqn.invars, needed.operands, strict=True)
-            if is_used
-        ]
+        used: list[Atom] = []
+        for atom, is_used in zip(needed.eqn.invars, needed.operands, strict=True):
+            if is_used:
+                used.append(atom)
         stack.append((i, True))
         stack.extend((j, False) for j in reversed(dependencies(used, i)) if j not in done)
     return order

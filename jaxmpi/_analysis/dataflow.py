@@ -1,20 +1,22 @@
 """Dataflow: facts about the values of a program, propagated through its jaxpr.
 
-A fact says one thing about one value, such as "equal on all ranks" or "computed from inputs 0 and
-3". An analysis is a lattice of facts and rules by primitive. Calls, loops, branches and references
-are handled here, once, for every analysis. Forward (`propagate`):
+A fact is about one value, such as "equal on all ranks" or "computed from inputs 0 and 3". An
+analysis is a lattice of facts, and rules by operation. Calls, loops, branches and references are
+handled here, once, for every analysis. Forward (`propagate`), in the order of the equations:
 
     equation    outs  = rule(equation, operands)
-    call        outs  = the callee's outs
-    cond        outs  = join(predicate, outs of each branch)
-    scan        carry = least fixed point of  carry = join(carry, body(carry))
+    call        outs  = callee(operands)
+    cond        outs  = join(predicate, branch(operands) for each branch)
+    scan        carry = least fixed point of  carry = join(carry, body(carry)),  outs = body(carry)
     while       carry = least fixed point of  carry = join(carry, body(carry), predicate(carry))
-    reference   what is read = join of what may have been written last
+    reference   contents = join of all that may have been written last, and of the predicates that
+                decide whether it was written
 
-The initial carry is part of the join, so a loop without an iteration is right. Facts only grow, and
-a lattice has a finite height, so each fixed point is reached after a few iterations.
+The fixed points start with the initial carry. A while may end before its first iteration, so its
+results are the carry itself; a scan of one or more iterations returns what its body does. Facts
+only grow, and a lattice has a finite height, so each fixed point is reached after a few iterations.
 
-Backward (`slice_of`), a slice has the equations that some values depend on, with the same fixed
+Backward (`slice_of`), a slice is the equations that some values depend on, with the same fixed
 points.
 """
 
@@ -33,9 +35,9 @@ from jaxmpi._jaxcompat import AnyJaxpr
 __all__ = ["Analysis", "Needed", "Slice", "propagate", "slice_of"]
 
 Fact = TypeVar("Fact")
-# facts of the operands -> facts of the results
+# (equation, facts of its operands) -> facts of its results
 Rule: TypeAlias = Callable[[JaxprEqn, list[Fact]], list[Fact]]
-# facts of the operands, of the results, and of what decides whether the equation runs
+# (equation, facts of its operands, facts of its results, fact of what decides whether it runs)
 Visit: TypeAlias = Callable[[JaxprEqn, list[Fact], list[Fact], Fact], None]
 
 
@@ -44,18 +46,19 @@ Visit: TypeAlias = Callable[[JaxprEqn, list[Fact], list[Fact], Fact], None]
 
 @dataclass(frozen=True)
 class Analysis(Generic[Fact]):
-    """A lattice of facts, and how primitives change them.
+    """A lattice of facts, and how equations change them.
 
     Attributes:
       bottom: the fact of a literal; `join` with it changes nothing.
-      join: returns the fact of a value that may be any of these.
-      rules: the facts of results, by operation. One for calls, loops or branches keeps the
-        propagation out of their jaxprs.
-      otherwise: the rule of all other operations. By default each result has the join of all
+      join: returns the least fact that covers all of these: that of a value which may be any of
+        them, or is computed from them.
+      rules: the rules by operation. A rule for calls, loops or branches replaces the propagation
+        through their jaxprs.
+      otherwise: the rule of all other operations; None where each result has the join of all
         operands.
-      constants: the fact of an array that the program itself holds; `bottom` by default.
-      returned: the last word on the results of an equation that contains jaxprs, whose facts it
-        gets behind those of the operands.
+      constants: the fact of a constant array of the program; None for `bottom`.
+      after_inner: called as (equation, facts of operands, facts of results) once the propagation
+        has gone through the jaxprs of an equation; returns the facts of its results.
     """
 
     bottom: Fact
@@ -63,7 +66,7 @@ class Analysis(Generic[Fact]):
     rules: Mapping[Op, Rule[Fact]] = field(default_factory=dict)
     otherwise: Rule[Fact] | None = None
     constants: Fact | None = None
-    returned: Callable[[JaxprEqn, list[Fact], list[Fact]], list[Fact]] | None = None
+    after_inner: Callable[[JaxprEqn, list[Fact], list[Fact]], list[Fact]] | None = None
 
 
 def propagate(
@@ -77,22 +80,36 @@ def propagate(
     Args:
       analysis: the lattice and its rules.
       jaxpr: the program, or one inside of it.
-      ins: for each input; of a reference, the fact of what it holds.
-      visit: called once for each equation, inner ones first, with the final facts of its operands,
-        of its results, and of the predicates of the branches and loops around it: where checks and
-        warnings belong.
+      ins: the fact of each input; for a reference, that of its contents.
+      visit: called for each equation after those that it contains, once its facts are final: with
+        the facts of its operands, of its results, and of the predicates of all branches and loops
+        around it. The equations of a jaxpr that several calls share are visited once for each call.
+        An analysis that raises errors or warns does so here.
     """
     return _Forward(analysis).run(jaxpr, ins, [], visit, analysis.bottom)
 
 
 class _Contents(Generic[Fact]):
-    """The fact of what a reference holds, at the equation that the propagation has reached."""
+    """The fact of a reference's contents, up to the equation that the propagation has reached."""
 
     def __init__(self, fact: Fact) -> None:
         self.fact = fact
 
 
 class _Forward(Generic[Fact]):
+    """The forward propagation of one analysis.
+
+    The methods return the facts of the results of a jaxpr or an equation, and update the contents
+    of the references that it writes into. Their arguments are:
+
+    - operands: the fact of each operand;
+    - references: for each operand the contents of the reference that it is, or None; [] if no
+      operand is a reference;
+    - visit: as in `propagate`. It is None while a fixed point is computed, as the facts are not
+      final yet: the loop's jaxprs are run once more with it afterwards;
+    - control: the join of the predicates of all branches and loops around.
+    """
+
     def __init__(self, analysis: Analysis[Fact]) -> None:
         self._analysis, self._join = analysis, analysis.join
 
@@ -104,53 +121,47 @@ class _Forward(Generic[Fact]):
         visit: Visit[Fact] | None,
         control: Fact,
     ) -> list[Fact]:
-        """Propagate through a jaxpr.
-
-        Args:
-          jaxpr: the jaxpr.
-          ins: the facts of its inputs.
-          references: the contents of references from outside, None for all other inputs; [] if none
-            is a reference.
-          visit: as in `propagate`.
-          control: the fact of what decides whether, or how often, the jaxpr runs.
-        """
+        """Propagate through a jaxpr; its inputs have the facts `ins`."""
         analysis, inner = self._analysis, _jaxcompat.parts(jaxpr)[0]
-        constant = analysis.bottom if analysis.constants is None else analysis.constants
+        bottom = analysis.bottom
+        constant = bottom if analysis.constants is None else analysis.constants
         facts: dict[Var, Fact] = dict.fromkeys(inner.constvars, constant)
         facts.update(zip(inner.invars, ins, strict=True))
-        held: dict[Var, _Contents[Fact]] = {}
+        # Contents are shared with the caller: what is written here is read there, too.
+        contents_of: dict[Var, _Contents[Fact]] = {}
         for v, contents in zip(inner.invars, references, strict=False):
             if contents is not None:
-                held[v] = contents
+                contents_of[v] = contents
         for v, fact in facts.items():
-            if v not in held and _jaxcompat.is_reference(v.aval):
-                held[v] = _Contents(fact)
-
-        bottom = analysis.bottom
+            if v not in contents_of and _jaxcompat.is_reference(v.aval):
+                contents_of[v] = _Contents(fact)
 
         def facts_of(atoms: Sequence[Atom]) -> list[Fact]:
-            if not held:  # as in most programs
+            if not contents_of:  # as in most programs
                 return [bottom if isinstance(atom, Literal) else facts[atom] for atom in atoms]
             found = []
             for atom in atoms:
                 if isinstance(atom, Literal):
                     found.append(bottom)
+                elif atom in contents_of:
+                    found.append(contents_of[atom].fact)
                 else:
-                    found.append(held[atom].fact if atom in held else facts[atom])
+                    found.append(facts[atom])
             return found
 
         for eqn in inner.eqns:
             operands = facts_of(eqn.invars)
             op = op_of(eqn)
             if op is Op.NEW_REFERENCE:
-                held[eqn.outvars[0]] = _Contents(self._join(operands))
+                contents_of[eqn.outvars[0]] = _Contents(self._join(operands))
                 results = [self._join(operands)]
             else:
-                mine: list[_Contents[Fact] | None] = []
-                if held:
+                of_operands: list[_Contents[Fact] | None] = []
+                if contents_of:
                     for atom in eqn.invars:
-                        mine.append(None if isinstance(atom, Literal) else held.get(atom))
-                results = self._results(eqn, op, operands, mine, visit, control)
+                        is_literal = isinstance(atom, Literal)
+                        of_operands.append(None if is_literal else contents_of.get(atom))
+                results = self._results(eqn, op, operands, of_operands, visit, control)
             if visit is not None:
                 visit(eqn, operands, results, control)
             facts.update(zip(eqn.outvars, results, strict=True))
@@ -165,11 +176,14 @@ class _Forward(Generic[Fact]):
         visit: Visit[Fact] | None,
         control: Fact,
     ) -> list[Fact]:
+        """Propagate through an equation."""
         analysis = self._analysis
+        # By a rule of the analysis
         if op in analysis.rules:
             results = analysis.rules[op](eqn, operands)
             self._write(eqn, op, operands, references, control)
             return results
+        # Through the jaxprs of the equation
         if op is Op.SCAN:
             results = self._scan(eqn, operands, references, visit, control)
         elif op is Op.WHILE:
@@ -177,9 +191,10 @@ class _Forward(Generic[Fact]):
         elif op is Op.COND:
             results = self._cond(eqn, operands, references, visit, control)
         elif op in (Op.CALL, Op.LINEAR_SOLVE):
-            jaxpr, taken = callee(eqn, operands)
-            inside = callee(eqn, references)[1] if references else []
-            results = self.run(jaxpr, taken, inside, visit, control)
+            jaxpr, arguments = callee(eqn, operands)
+            of_arguments = callee(eqn, references)[1] if references else []
+            results = self.run(jaxpr, arguments, of_arguments, visit, control)
+        # By the rule for all others
         else:
             if analysis.otherwise is None:
                 results = [self._join(operands)] * len(eqn.outvars)
@@ -187,7 +202,9 @@ class _Forward(Generic[Fact]):
                 results = analysis.otherwise(eqn, operands)
             self._write(eqn, op, operands, references, control)
             return results
-        return results if analysis.returned is None else analysis.returned(eqn, operands, results)
+        if analysis.after_inner is not None:
+            results = analysis.after_inner(eqn, operands, results)
+        return results
 
     def _write(
         self,
@@ -197,15 +214,25 @@ class _Forward(Generic[Fact]):
         references: list[_Contents[Fact] | None],
         control: Fact,
     ) -> None:
-        """Update the contents of the references that an equation may write into."""
+        """Update the contents of the references that an equation may write into.
+
+        What is written depends on the operands, the indices among them. Whether it is written
+        depends on the predicates around the equation.
+        """
         if op in (Op.GET, Op.FREEZE) or not any(references):
             return
-        # A swap of all elements leaves nothing of what was there.
-        overwrites = op is Op.SWAP and eqn.invars[1].aval.shape == eqn.invars[0].aval.shape
-        written = self._join([control, *operands[1 if overwrites else 0 :]])
-        for held in references:
-            if held is not None:
-                held.fact = written if overwrites else self._join([held.fact, written])
+        # A swap of all elements leaves nothing of the old contents, which are operand 0. Any other
+        # equation may write a part of the elements, or into one of several references.
+        if op is Op.SWAP and eqn.invars[1].aval.shape == eqn.invars[0].aval.shape:
+            written = self._join([control, *operands[1:]])
+            for contents in references:
+                if contents is not None:
+                    contents.fact = written
+            return
+        written = self._join([control, *operands])
+        for contents in references:
+            if contents is not None:
+                contents.fact = self._join([contents.fact, written])
 
     def _cond(
         self,
@@ -215,13 +242,14 @@ class _Forward(Generic[Fact]):
         visit: Visit[Fact] | None,
         control: Fact,
     ) -> list[Fact]:
-        predicate, *rest = operands
-        inside = self._join([control, predicate])
+        """Propagate through a cond: any of its branches may be taken."""
+        predicate, *arguments = operands
+        control_inside = self._join([control, predicate])
         before = _saved(references)
         results, after = [], []
         for branch in eqn.params["branches"]:
             _restore(references, before)
-            results.append(self.run(branch, rest, references[1:], visit, inside))
+            results.append(self.run(branch, arguments, references[1:], visit, control_inside))
             after.append(_saved(references))
         _restore(references, [self._join(facts) for facts in zip(*after, strict=True)])
         return [self._join([predicate, *outs]) for outs in zip(*results, strict=True)]
@@ -234,21 +262,23 @@ class _Forward(Generic[Fact]):
         visit: Visit[Fact] | None,
         control: Fact,
     ) -> list[Fact]:
+        """Propagate through a scan: its operands are constants, the carry, and stacked rows."""
         body = eqn.params["jaxpr"]
-        first, n_carry = _jaxcompat.scan_counts(eqn)
-        start = operands[first : first + n_carry]
+        n_consts, n_carry = _jaxcompat.scan_counts(eqn)
+        consts = operands[:n_consts]
+        initial = operands[n_consts : n_consts + n_carry]
+        rows = operands[n_consts + n_carry :]
 
         def run(carry: list[Fact], visit: Visit[Fact] | None) -> list[Fact]:
-            ins = [*operands[:first], *carry, *operands[first + n_carry :]]
-            return self.run(body, ins, references, visit, control)
+            return self.run(body, [*consts, *carry, *rows], references, visit, control)
 
         before = _saved(references)
-        carry = self._fixed_point(start, references, lambda carry: run(carry, None)[:n_carry])
+        carry = self._fixed_point(initial, references, lambda carry: run(carry, None)[:n_carry])
         outs = run(carry, visit)
-        if eqn.params["length"] == 0:
+        if eqn.params["length"] == 0:  # no iteration: nothing is written, the carry is returned
             _restore(references, before)
-            return [*start, *outs[n_carry:]]
-        return outs  # at least one iteration: those of the last one
+            return [*initial, *outs[n_carry:]]
+        return outs  # of the last iteration
 
     def _while(
         self,
@@ -258,28 +288,47 @@ class _Forward(Generic[Fact]):
         visit: Visit[Fact] | None,
         control: Fact,
     ) -> list[Fact]:
-        n_cond, first = eqn.params["cond_nconsts"], state_start(eqn)
+        """Propagate through a while_loop.
+
+        Its operands are the constants of the condition, those of the body, and the initial carry.
+        """
+        n_cond, first_carry = eqn.params["cond_nconsts"], state_start(eqn)
+        cond_consts, body_consts = operands[:n_cond], operands[n_cond:first_carry]
 
         def condition(carry: list[Fact], visit: Visit[Fact] | None, control: Fact) -> Fact:
-            ins, held = [*operands[:n_cond], *carry], references[:n_cond]
-            (goes_on,) = self.run(eqn.params["cond_jaxpr"], ins, held, visit, control)
+            (goes_on,) = self.run(
+                eqn.params["cond_jaxpr"],
+                [*cond_consts, *carry],
+                references[:n_cond],
+                visit,
+                control,
+            )
             return goes_on
 
         def run(carry: list[Fact], visit: Visit[Fact] | None) -> list[Fact]:
             goes_on = condition(carry, None, control)
-            inside = self._join([control, goes_on])
-            if visit is not None:  # the condition is computed again after each iteration
-                condition(carry, visit, inside)
-            ins, held = [*operands[n_cond:first], *carry], references[n_cond:first]
-            outs = self.run(eqn.params["body_jaxpr"], ins, held, visit, inside)
-            # How often the body runs depends on the predicate, and so does the whole state.
+            control_inside = self._join([control, goes_on])
+            # The condition runs again after each iteration. So whether its equations run depends on
+            # its own result: they are visited once that is known.
+            if visit is not None:
+                condition(carry, visit, control_inside)
+            outs = self.run(
+                eqn.params["body_jaxpr"],
+                [*body_consts, *carry],
+                references[n_cond:first_carry],
+                visit,
+                control_inside,
+            )
+            # How often the body runs depends on the predicate, and so does the whole carry.
             return [self._join([out, goes_on]) for out in outs]
 
-        carry = self._fixed_point(operands[first:], references, lambda carry: run(carry, None))
-        head = _saved(references)
+        initial = operands[first_carry:]
+        carry = self._fixed_point(initial, references, lambda carry: run(carry, None))
+        # The contents are now those before any iteration, the one that does not happen included.
+        at_condition = _saved(references)
         if visit is not None:
             run(carry, visit)
-        _restore(references, head)  # which includes what each iteration may have written
+        _restore(references, at_condition)
         return carry
 
     def _fixed_point(
@@ -288,9 +337,15 @@ class _Forward(Generic[Fact]):
         references: list[_Contents[Fact] | None],
         iterate: Callable[[list[Fact]], list[Fact]],
     ) -> list[Fact]:
-        """Return the least carry that contains the initial one, and that an iteration keeps.
+        """Return the least carry that covers the initial one and what an iteration makes of it.
 
-        The contents of the references become those at the beginning of any iteration.
+        References are carried from one iteration to the next, too: afterwards, their contents are
+        those at the beginning of any iteration.
+
+        Args:
+          carry: the facts of the initial carry.
+          references: those that an iteration may write into.
+          iterate: returns the carry after an iteration, and updates the references.
         """
         while True:
             before = _saved(references)
@@ -304,18 +359,23 @@ class _Forward(Generic[Fact]):
 
 
 def _saved(references: Iterable[_Contents[Fact] | None]) -> list[Fact]:
-    return [held.fact for held in references if held is not None]
+    """Return the facts of the references' contents, for `_restore`."""
+    return [contents.fact for contents in references if contents is not None]
 
 
 def _restore(references: Iterable[_Contents[Fact] | None], facts: Sequence[Fact]) -> None:
-    present = [held for held in references if held is not None]
-    for held, fact in zip(present, facts, strict=True):
-        held.fact = fact
+    """Set the facts of the references' contents to those of `_saved`."""
+    present = [contents for contents in references if contents is not None]
+    for contents, fact in zip(present, facts, strict=True):
+        contents.fact = fact
 
 
 # Backward
 
-Ends: TypeAlias = Callable[[AnyJaxpr, JaxprEqn], bool]
+# (jaxpr, equation of it) -> whether a slice ends at the equation
+EndsAt: TypeAlias = Callable[[AnyJaxpr, JaxprEqn], bool]
+# (jaxpr, which of its outputs are needed) -> the slice of these outputs
+SliceOutputs: TypeAlias = Callable[[AnyJaxpr, Sequence[bool]], "Slice"]
 
 
 class Needed(NamedTuple):
@@ -324,7 +384,7 @@ class Needed(NamedTuple):
     Attributes:
       eqn: the equation.
       operands: which of its operands the slice depends on.
-      inside: the slices of its jaxprs.
+      inside: the slices of its jaxprs, in their order.
     """
 
     eqn: JaxprEqn
@@ -333,13 +393,13 @@ class Needed(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Equations of a jaxpr that some of its values depend on.
+    """Equations of a jaxpr that some of its values, the roots, depend on.
 
     Attributes:
       jaxpr: the jaxpr.
       roots: the values.
-      ins: which inputs they depend on.
-      equations: in the order of the jaxpr.
+      ins: which inputs of the jaxpr the roots depend on.
+      equations: the equations, in the order of the jaxpr.
     """
 
     jaxpr: AnyJaxpr
@@ -348,14 +408,14 @@ class Slice(NamedTuple):
     equations: Sequence[Needed]
 
 
-def slice_of(jaxpr: AnyJaxpr, roots: Sequence[Atom], ends: Ends) -> Slice:
-    """Return the equations that values of a jaxpr depend on.
+def slice_of(jaxpr: AnyJaxpr, roots: Sequence[Atom], ends_at: EndsAt) -> Slice:
+    """Return the slice of some values of a jaxpr: the equations that they depend on.
 
     Args:
       jaxpr: the program, or one inside of it.
       roots: the values.
-      ends: tells, for a jaxpr and an equation of it, whether the slice ends there, without what the
-        equation depends on.
+      ends_at: tells whether the slice ends at an equation: it has the equation then, but not those
+        that the equation depends on.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
     needed = {atom for atom in roots if not isinstance(atom, Literal)}
@@ -366,15 +426,17 @@ def slice_of(jaxpr: AnyJaxpr, roots: Sequence[Atom], ends: Ends) -> Slice:
             outs = [v in needed for v in eqn.outvars]
             if not any(outs) and not _writes_one_of(eqn, needed):
                 continue
-            if ends(jaxpr, eqn):
+            if ends_at(jaxpr, eqn):
                 found = Needed(eqn, [False] * len(eqn.invars), [])
             else:
-                found = _needed(eqn, outs, ends)
+                found = _needed_equation(eqn, outs, ends_at)
             equations.append(found)
-            for atom, used in zip(eqn.invars, found.operands, strict=True):
-                if used and not isinstance(atom, Literal):
+            for atom, is_used in zip(eqn.invars, found.operands, strict=True):
+                if is_used and not isinstance(atom, Literal):
                     needed.add(atom)
-        # In a loop, what is written at the end of the body is read at its beginning.
+        # A reference that turned out to be needed may be written by an equation behind the one that
+        # needs it: if the jaxpr is the body of a loop, the next iteration reads that. So go through
+        # the equations again, until no further reference is needed.
         if references == {v for v in needed if _jaxcompat.is_reference(v.aval)}:
             return Slice(jaxpr, roots, [v in needed for v in inner.invars], equations[::-1])
 
@@ -389,40 +451,55 @@ def _writes_one_of(eqn: JaxprEqn, needed: set[Var]) -> bool:
     return False
 
 
-def _needed(eqn: JaxprEqn, outs: Sequence[bool], ends: Ends) -> Needed:
-    """Return an equation of a slice that depends on these of its results."""
+def _needed_equation(eqn: JaxprEqn, outs: Sequence[bool], ends_at: EndsAt) -> Needed:
+    """Return an equation as an element of a slice.
 
-    def behind(jaxpr: AnyJaxpr, outs: Sequence[bool]) -> Slice:
+    Args:
+      eqn: the equation.
+      outs: which of its results the slice depends on.
+      ends_at: as in `slice_of`.
+    """
+
+    def slice_outputs(jaxpr: AnyJaxpr, outs: Sequence[bool]) -> Slice:
         inner, _ = _jaxcompat.parts(jaxpr)
-        roots = [atom for atom, used in zip(inner.outvars, outs, strict=True) if used]
+        roots = [atom for atom, is_used in zip(inner.outvars, outs, strict=True) if is_used]
         # What is written into a reference from outside may be read there.
         roots += [v for v in inner.invars if _jaxcompat.is_reference(v.aval)]
-        return slice_of(jaxpr, roots, ends)
+        return slice_of(jaxpr, roots, ends_at)
 
     op = op_of(eqn)
     if op is Op.SCAN:
-        first, count = _jaxcompat.scan_counts(eqn)
-        body, carry = _body_slice(eqn.params["jaxpr"], outs, first, count, behind)
+        n_consts, n_carry = _jaxcompat.scan_counts(eqn)
+        body, needed_carry = _body_slice(
+            eqn.params["jaxpr"], outs, n_consts, n_carry, slice_outputs
+        )
         ins = list(body.ins)
-        if eqn.params["length"] == 0:  # the initial carry is the result
-            ins[first : first + count] = carry
+        if eqn.params["length"] == 0:  # no iteration: the result is the initial carry
+            ins[n_consts : n_consts + n_carry] = needed_carry
         return Needed(eqn, ins, [body])
     if op is Op.WHILE:
-        n_cond = eqn.params["cond_nconsts"]
-        condition = behind(eqn.params["cond_jaxpr"], [True])
-        state = [a or b for a, b in zip(outs, condition.ins[n_cond:], strict=True)]
-        n_body = eqn.params["body_nconsts"]
-        body, carry = _body_slice(eqn.params["body_jaxpr"], state, n_body, len(state), behind)
-        # Without an iteration, the initial state is the result.
-        return Needed(eqn, [*condition.ins[:n_cond], *body.ins[:n_body], *carry], [condition, body])
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        # How often the body runs depends on what the condition depends on.
+        condition = slice_outputs(eqn.params["cond_jaxpr"], [True])
+        carry = [a or b for a, b in zip(outs, condition.ins[n_cond:], strict=True)]
+        body, needed_carry = _body_slice(
+            eqn.params["body_jaxpr"], carry, n_body, len(carry), slice_outputs
+        )
+        # There may be no iteration, so the needed carries depend on their initial values.
+        ins = [*condition.ins[:n_cond], *body.ins[:n_body], *needed_carry]
+        return Needed(eqn, ins, [condition, body])
     if op is Op.COND:
-        branches = [behind(branch, outs) for branch in eqn.params["branches"]]
-        used = [any(of_branches) for of_branches in zip(*(b.ins for b in branches), strict=True)]
-        return Needed(eqn, [True, *used], branches)
+        branches = [slice_outputs(branch, outs) for branch in eqn.params["branches"]]
+        ins_of_branches = [branch.ins for branch in branches]
+        ins = [any(needed) for needed in zip(*ins_of_branches, strict=True)]
+        return Needed(eqn, [True, *ins], branches)
+    # Calls, and any other equation. Its results are the outputs of its jaxpr if there are as many,
+    # and its operands the inputs; otherwise, all outputs and all operands count as needed.
     inside = []
     for jaxpr in subjaxprs(eqn):
         outvars = _jaxcompat.parts(jaxpr)[0].outvars
-        inside.append(behind(jaxpr, outs if len(outvars) == len(outs) else [True] * len(outvars)))
+        needed_outs = outs if len(outvars) == len(outs) else [True] * len(outvars)
+        inside.append(slice_outputs(jaxpr, needed_outs))
     if len(inside) == 1 and len(inside[0].ins) == len(eqn.invars):
         return Needed(eqn, inside[0].ins, inside)
     return Needed(eqn, [True] * len(eqn.invars), inside)
@@ -431,23 +508,26 @@ def _needed(eqn: JaxprEqn, outs: Sequence[bool], ends: Ends) -> Needed:
 def _body_slice(
     body: AnyJaxpr,
     outs: Sequence[bool],
-    first: int,
-    count: int,
-    behind: Callable[[AnyJaxpr, Sequence[bool]], Slice],
+    n_consts: int,
+    n_carry: int,
+    slice_outputs: SliceOutputs,
 ) -> tuple[Slice, list[bool]]:
-    """Return the slice of a loop's body, and which carries it needs.
+    """Return (slice of a loop's body, which carries are needed after some iteration).
+
+    A carry that the slice reads is a result of the iteration before, so it is needed as an output,
+    too: that is repeated until no further carry is.
 
     Args:
-      body: the body.
-      outs: which of its outputs are needed in the end.
-      first: the number of inputs before the carries.
-      count: the number of carries, each of which depends on the iteration before.
-      behind: as `slice_of`, for outputs.
+      body: the body. Its inputs are constants, carries and rows, its outputs carries and rows.
+      outs: which of its outputs are needed after the last iteration.
+      n_consts: the number of constants.
+      n_carry: the number of carries.
+      slice_outputs: returns the slice of some outputs of a jaxpr.
     """
     while True:
-        found = behind(body, outs)
-        carried = found.ins[first : first + count]
-        after = [a or b for a, b in zip(outs[:count], carried, strict=True)]
-        if after == list(outs[:count]):
-            return found, after
-        outs = [*after, *outs[count:]]
+        found = slice_outputs(body, outs)
+        read = found.ins[n_consts : n_consts + n_carry]
+        needed_carry = [a or b for a, b in zip(outs[:n_carry], read, strict=True)]
+        if needed_carry == list(outs[:n_carry]):
+            return found, needed_carry
+        outs = [*needed_carry, *outs[n_carry:]]

@@ -67,7 +67,7 @@ class Carried:
         count = len(_jaxcompat.parts(jaxpr)[0].invars)
         equal = {pair.source for pair in found}
         varies = may_vary(
-            jaxpr, [i not in equal for i in range(count)], constants=False, deliberately=False
+            jaxpr, [i not in equal for i in range(count)], constants=False, marked=False
         )
         if not any(varies[pair.output] for pair in found):
             return None
@@ -90,9 +90,7 @@ class Carried:
         Args:
           equal: which inputs, arrays from outside first, were equal on all ranks.
         """
-        varies = may_vary(
-            self._jaxpr, [not same for same in equal], constants=False, deliberately=False
-        )
+        varies = may_vary(self._jaxpr, [not same for same in equal], constants=False, marked=False)
         names = list(
             dict.fromkeys(
                 pair.name for pair in self._pairs if equal[pair.source] and varies[pair.output]

@@ -16,11 +16,12 @@ T = TypeVar("T")
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[AnyJaxpr]:
-    """Return the jaxprs among the parameters of an equation.
+    """Return the jaxprs among the parameters of an equation, in the order of the parameters.
 
-    Some arithmetic has one, too, such as the sum of a scatter. It is left out.
+    Some arithmetic has a jaxpr as a parameter, such as the `update_jaxpr` of a scatter-add. It is
+    left out.
     """
-    if is_arithmetic(eqn):  # most equations, and this is asked often
+    if is_arithmetic(eqn):  # most equations: skip the loop over the parameters
         return []
     found: list[AnyJaxpr] = []
     for value in eqn.params.values():
@@ -34,7 +35,7 @@ def subjaxprs(eqn: JaxprEqn) -> list[AnyJaxpr]:
 def map_subjaxprs(
     eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]
 ) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
-    """Return the parameters that hold jaxprs, with `function` applied to each jaxpr."""
+    """Return the parameters that hold jaxprs, by name, with `function` applied to each jaxpr."""
     changed: dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]] = {}
     for name, value in eqn.params.items():
         if hasattr(value, "eqns"):
@@ -45,26 +46,32 @@ def map_subjaxprs(
 
 
 def callee(eqn: JaxprEqn, operands: Sequence[T]) -> tuple[AnyJaxpr, list[T]]:
-    """Return the jaxpr that a call runs, and those of the operands that it takes."""
+    """Return (jaxpr that a call runs, its arguments).
+
+    Args:
+      eqn: an equation of operation CALL or LINEAR_SOLVE.
+      operands: anything that there is one of for each operand of `eqn`: values, or facts.
+    """
     known = properties(eqn.primitive.name)
     jaxpr = eqn.params[known.jaxpr]
     if known.op is not Op.LINEAR_SOLVE:
         return jaxpr, list(operands)
-    # The operands begin with the constants of matvec, vecmat, solve and transpose_solve.
-    *counts, of_solve, of_transpose = eqn.params["const_lengths"]
-    first = sum(counts)
-    after = first + of_solve + of_transpose
-    return jaxpr.solve, [*operands[first : first + of_solve], *operands[after:]]
+    # A linear solve runs its `solve` alone; the other three are for its derivatives. The operands
+    # are the constants of matvec, vecmat, solve and transpose_solve, then the right-hand sides.
+    matvec, vecmat, solve, transpose_solve = eqn.params["const_lengths"]
+    first = matvec + vecmat
+    right_hand_sides = first + solve + transpose_solve
+    return jaxpr.solve, [*operands[first : first + solve], *operands[right_hand_sides:]]
 
 
 def state_start(eqn: JaxprEqn) -> int:
-    """Return how many constants stand before the state among the operands of a while_loop."""
+    """Return the index of the first operand of a while_loop that is state: constants precede it."""
     count: int = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return count
 
 
 def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
-    """Yield all equations, inner ones behind the one that contains them."""
+    """Yield the equations of a jaxpr at all depths, each followed by those it contains."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         yield eqn
         for inner in subjaxprs(eqn):
@@ -72,14 +79,14 @@ def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
 
 
 def constants(jaxpr: AnyJaxpr) -> Iterator[ArrayLike]:
-    """Yield the arrays that a jaxpr holds itself, in its loops and calls, too."""
-    inner, held = _jaxcompat.parts(jaxpr)
-    yield from held
-    for eqn in inner.eqns:
-        for part in subjaxprs(eqn):
-            yield from constants(part)
+    """Yield the constant arrays of a jaxpr, and of the jaxprs inside of it."""
+    open_jaxpr, consts = _jaxcompat.parts(jaxpr)
+    yield from consts
+    for eqn in open_jaxpr.eqns:
+        for inner in subjaxprs(eqn):
+            yield from constants(inner)
 
 
 def line(eqn: JaxprEqn) -> str:
-    """Return the user's line that an equation comes from, in words."""
+    """Return the user's line that an equation comes from, as "file:line", for an error text."""
     return _jaxcompat.source_place(eqn) or "a line of a library"

@@ -1,8 +1,10 @@
-"""Every primitive that jaxmpi knows by name, with its properties.
+"""Table of the primitives that jaxmpi knows by name, with their properties.
 
-All other code asks for properties, so that a JAX release which renames a primitive is one line
-here. A primitive that is not in the table has no property: it is local, and its results depend on
-all of its operands.
+A primitive has one operation (`Op`), by which the analyses select a rule, and any number of traits
+(`Trait`), which it shares with others. All other code asks for these, and never for a name, so that
+a JAX release which renames a primitive costs one line here. A primitive that is not in the table
+has operation UNKNOWN and no trait: each of its results depends on all of its operands, and it is
+local unless it is over a named axis.
 """
 
 from enum import Enum, Flag, auto
@@ -27,81 +29,98 @@ __all__ = [
 
 
 class Op(Enum):
-    """Operation of a primitive, where rules treat it by itself."""
+    """Operation of a primitive. Those that no rule distinguishes share OTHER."""
 
-    UNKNOWN = auto()  # not in the table
-    OTHER = auto()
-    # contain jaxprs
+    UNKNOWN = auto()  # not in the table, or of unknown effect
+    OTHER = auto()  # arithmetic without a rule of its own
+    # equations that contain jaxprs
     CALL = auto()
     LINEAR_SOLVE = auto()  # a call with several jaxprs
     SCAN = auto()
     WHILE = auto()
     COND = auto()
-    MESH = auto()  # a program over devices, with names of axes, of its own
-    # over named axes
+    MESH = auto()  # a program over a mesh of devices, whose axes it names itself
+    # communication over named axes
     ALLREDUCE = auto()
     ALL_GATHER = auto()
     REDUCE_SCATTER = auto()
     ALL_TO_ALL = auto()
     PERMUTE = auto()
     BROADCAST = auto()
-    SEND_AHEAD = auto()
-    SENT_AHEAD = auto()
+    SEND_AHEAD = auto()  # starts a message that a later call of the program waits for
+    SENT_AHEAD = auto()  # an identity on the arrays of a message that an earlier call started
     AXIS_INDEX = auto()
-    REPLICATION_TYPE = auto()  # changes the replication type of `shard_map`, and no number
-    TRACED_COLLECTIVE = auto()  # a collective of the backend, in a function for `jax.jit`
+    REPLICATION_TYPE = auto()  # changes the replication type in a `shard_map`, and no number
+    TRACED_COLLECTIVE = auto()  # a call of the backend, in the function that `jax.jit` compiles
     # references
     NEW_REFERENCE = auto()
     GET = auto()
     SWAP = auto()
     ADD_UPDATE = auto()
     FREEZE = auto()
+    # calls of Python or of foreign code
     CALLBACK = auto()
-    # arithmetic
-    MARK = auto()
+    # arithmetic, see ARITHMETIC
+    MARK = auto()  # an identity with a `_marks.Mark`
     ADD = auto()
     SUBTRACT = auto()
     DIVIDE = auto()
     CONVERT = auto()
     SELECT = auto()
     CLAMP = auto()
-    BROADCAST_SHAPE = auto()
+    BROADCAST_SHAPE = auto()  # along array axes; BROADCAST is the one between ranks
     BARRIER = auto()
     INNER_PRODUCT = auto()
     REDUCE = auto()
 
 
 class Trait(Flag):
-    """A property that some primitives share."""
+    """A property that several primitives share."""
 
     NONE = 0
-    ELEMENTWISE = auto()  # element i of the result depends on element i of each operand
-    REARRANGES = auto()  # the elements of the result are elements of the operands
-    RESHAPES = auto()  # the same, all of them in their order
-    IDENTITY = auto()  # operand i is result i
-    KEEPS_VALUE = auto()  # result i is operand i, up to its shape and dtype
-    KEEPS_CONSTANTS = auto()  # of operands that have one number everywhere, so has the result
-    ADDS_UP = auto()  # a sum, or a maximum, of its operands
-    # XLA rounds a sum in the same way whether it is computed in one loop with these or by itself
+    # What a result depends on
+    ELEMENTWISE = auto()  # element i of the result depends only on element i of each operand
+    REARRANGES = auto()  # each element of the result is an element of an operand
+    RESHAPES = auto()  # REARRANGES, and keeps the order of the elements
+    IDENTITY = auto()  # result i equals operand i
+    KEEPS_VALUE = auto()  # result i equals operand i, up to shape, dtype and rounding
+    # If every operand has one number in all of its elements, so has the result.
+    KEEPS_CONSTANTS = auto()
+    ADDS_UP = auto()  # each operand is added into the result, or may be selected as it
+    # How XLA rounds. Computing two equations in one fused loop may change the rounding of a sum; so
+    # these tell which values may be separated from the equations around them (`messages_of`).
+    # A sum among the operands is rounded the same whether it is fused with this equation or not.
     PLACES_NUMBERS = auto()
-    # may end with a multiplication, which XLA rounds in another way in one loop with a sum
+    # The result may be a product, computed here or passed through from an operand. A product is
+    # rounded differently when it is fused with a sum.
     MAY_SCALE = auto()
-    TAKES_TIME = auto()  # enough of it to send a message meanwhile
+    # How it runs
+    TAKES_TIME = auto()  # long enough to send a message meanwhile
     MATRIX_PRODUCT = auto()  # the order of its sums depends on the number of threads
-    CALLS_PYTHON = auto()
+    CALLS_PYTHON = auto()  # calls Python, or foreign code: it may return anything
 
 
 class Properties(NamedTuple):
-    """Properties of a primitive."""
+    """Properties of a primitive.
+
+    Attributes:
+      op: the operation.
+      traits: the traits.
+      reduction: "sum", "max", "min" or "prod" for a reduction over ranks or elements, else "".
+      jaxpr: the name of the parameter that holds the jaxpr of a call.
+      is_jit: whether the primitive is the call of a `jax.jit`.
+      root: the name of the parameter that holds the root of a broadcast.
+    """
 
     op: Op = Op.OTHER
     traits: Trait = Trait.NONE
-    reduction: str = ""  # "sum", "max", "min" or "prod", of a reduction over ranks or elements
-    jaxpr: str = ""  # the parameter that holds the jaxpr of a call
-    is_jit: bool = False  # whether it is the call of a `jax.jit`
-    root: str = ""  # the parameter that holds the root of a broadcast
+    reduction: str = ""
+    jaxpr: str = ""
+    is_jit: bool = False
+    root: str = ""
 
 
+# Short names and constructors for the table below
 ELEMENTWISE = Trait.ELEMENTWISE
 REARRANGES = Trait.REARRANGES
 IDENTITY = Trait.IDENTITY
@@ -124,7 +143,8 @@ def _call(jaxpr: str) -> Properties:
     return Properties(Op.CALL, jaxpr=jaxpr)
 
 
-def _elements(reduction: str) -> Properties:
+def _reduction(reduction: str) -> Properties:
+    """Return the properties of a reduction over elements."""
     return Properties(Op.REDUCE, reduction=reduction)
 
 
@@ -145,7 +165,7 @@ PRIMITIVES: dict[str, Properties] = {
     "scan": Properties(Op.SCAN, TAKES_TIME),
     "while": Properties(Op.WHILE, TAKES_TIME),
     "cond": Properties(Op.COND, TAKES_TIME),
-    # programs over devices of their own
+    # programs over a mesh of devices
     "shard_map": Properties(Op.MESH),
     "xla_pmap": Properties(Op.MESH),
     # collectives
@@ -169,13 +189,13 @@ PRIMITIVES: dict[str, Properties] = {
     "swap": Properties(Op.SWAP),
     "addupdate": Properties(Op.ADD_UPDATE),
     "freeze": Properties(Op.FREEZE),
-    # Python functions that a program calls
+    # calls of Python functions and of foreign code
     "pure_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
     "io_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
     "debug_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
     "debug_print": Properties(Op.CALLBACK, CALLS_PYTHON),
     "ffi_call": Properties(Op.CALLBACK, CALLS_PYTHON | TAKES_TIME),
-    # identities
+    # identities, conversions included
     "jaxmpi_mark": Properties(Op.MARK, ELEMENTWISE | IDENTITY | KEEPS_VALUE),
     "name": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE),
     "copy": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
@@ -186,7 +206,7 @@ PRIMITIVES: dict[str, Properties] = {
     ),
     "reduce_precision": _plain(ELEMENTWISE | KEEPS_VALUE),
     "stop_gradient": _plain(ELEMENTWISE),
-    # arithmetic, element by element
+    # elementwise arithmetic
     "add": Properties(Op.ADD, ELEMENTWISE | KEEPS_CONSTANTS | ADDS_UP),
     "add_any": _plain(ELEMENTWISE | KEEPS_CONSTANTS | ADDS_UP),
     "sub": Properties(Op.SUBTRACT, ELEMENTWISE | KEEPS_CONSTANTS),
@@ -261,7 +281,7 @@ PRIMITIVES: dict[str, Properties] = {
     "tan": _plain(ELEMENTWISE),
     "tanh": _plain(ELEMENTWISE),
     "xor": _plain(ELEMENTWISE),
-    # elements in another place
+    # elements at other indices
     "broadcast_in_dim": Properties(
         Op.BROADCAST_SHAPE, REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE
     ),
@@ -280,12 +300,12 @@ PRIMITIVES: dict[str, Properties] = {
     "scatter": _plain(PLACES_NUMBERS),
     "scatter-add": _plain(PLACES_NUMBERS),
     # reductions over elements
-    "reduce_sum": _elements("sum"),
-    "reduce_prod": _elements("prod"),
-    "reduce_max": _elements("max"),
-    "reduce_min": _elements("min"),
-    "reduce_or": _elements("max"),
-    "reduce_and": _elements("min"),
+    "reduce_sum": _reduction("sum"),
+    "reduce_prod": _reduction("prod"),
+    "reduce_max": _reduction("max"),
+    "reduce_min": _reduction("min"),
+    "reduce_or": _reduction("max"),
+    "reduce_and": _reduction("min"),
     # products and decompositions of matrices
     "dot_general": Properties(Op.INNER_PRODUCT, TAKES_TIME | MATRIX_PRODUCT),
     "conv_general_dilated": _plain(TAKES_TIME | MATRIX_PRODUCT),
@@ -305,9 +325,11 @@ PRIMITIVES: dict[str, Properties] = {
     "tridiagonal": _plain(MATRIX_PRODUCT),
     "tridiagonal_solve": _plain(MATRIX_PRODUCT),
 }
-# The primitives of functions of `jax.lax` that have other names.
+# Functions of `jax.lax` whose primitives have other names
 FUNCTIONS = {"pmean": "psum", "psum_scatter": "reduce_scatter"}
 
+# Operations that compute arrays from arrays and do nothing else: they never communicate, and no
+# analysis looks at a jaxpr among their parameters.
 ARITHMETIC = frozenset(
     {
         Op.OTHER,
@@ -329,10 +351,10 @@ _UNKNOWN_PYTHON = Properties(Op.UNKNOWN, CALLS_PYTHON)
 
 
 def properties(name: str) -> Properties:
-    """Return the properties of the primitive of this name.
+    """Return the properties of the primitive with this name.
 
-    Other libraries have callbacks and calls of foreign functions of their own, which are known by
-    these words in their names.
+    Other libraries define callbacks and calls of foreign functions of their own. A primitive that
+    is not in the table counts as one if its name contains "callback" or "ffi".
     """
     known = PRIMITIVES.get(name)
     if known is not None:
@@ -346,7 +368,7 @@ def properties_of_function(name: str) -> Properties:
 
 
 def function_of(name: str) -> str:
-    """Return the function of `jax.lax` that users call for a primitive of this name."""
+    """Return the function of `jax.lax` that users call for the primitive with this name."""
     return "psum_scatter" if properties(name).op is Op.REDUCE_SCATTER else name
 
 
@@ -356,20 +378,20 @@ def op_of(eqn: JaxprEqn) -> Op:
 
 
 def reduction_of(eqn: JaxprEqn) -> str:
-    """Return the operation of a reduction over ranks or elements; "" for anything else."""
+    """Return the `Properties.reduction` of an equation: "" if it is no reduction."""
     return properties(eqn.primitive.name).reduction
 
 
 def is_sum(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a sum over named axes."""
+    """Return whether an equation is an allreduce that sums."""
     return op_of(eqn) is Op.ALLREDUCE and reduction_of(eqn) == "sum"
 
 
 def is_arithmetic(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is known to compute arrays from arrays, and nothing else."""
+    """Return whether an equation's operation is one of ARITHMETIC."""
     return PRIMITIVES.get(eqn.primitive.name, _UNKNOWN).op in ARITHMETIC
 
 
 def has(eqn: JaxprEqn, trait: Trait) -> bool:
-    """Return whether the primitive of an equation has a property."""
+    """Return whether the primitive of an equation has a trait."""
     return trait in properties(eqn.primitive.name).traits

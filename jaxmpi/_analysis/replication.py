@@ -1,13 +1,16 @@
 """Replication: on which ranks a value is equal, as far as that follows from a program.
 
-That finds a forgotten mean, and a collective that only some ranks would reach. A value may differ
-when it depends on this rank's number, or on an argument that may, without a collective that makes
-it equal again. (`shard_map` calls the same notion varying and replicated; here it is found on the
-traced program afterwards.)
+A value may differ between ranks if it depends on the rank's number, or on an argument that may
+differ, and no collective on the way has made it equal again. This finds outputs that are declared
+replicated and are not, a forgotten mean, and a collective that only some ranks would reach.
+(`shard_map` tracks the same while it traces, and calls it varying and replicated.)
 
-The fact of a value is a class for each rank, equal where the value is known to be: `(0, 0, 1, 1)`
-after a sum over "member" of islands of two. `ALL` is a value that is equal on all ranks, `NONE` one
-of which nothing is known.
+The fact about a value is a class number for each rank. Two ranks of one class are known to have
+equal values. On four ranks in two islands, the sum over each island has `(0, 0, 1, 1)`. Two facts
+are written differently:
+
+    ALL     the value is equal on all ranks
+    NONE    the value may differ between any two ranks
 """
 
 import warnings
@@ -19,7 +22,7 @@ from typing import TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import ABOUT_RANKS, calls_python, follows_from, kind
+from jaxmpi._analysis.classify import RANK_OPS, calls_python, is_computed_from, kind
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.inner_jaxprs import line
 from jaxmpi._analysis.primitives import Op, is_sum, op_of
@@ -28,7 +31,7 @@ from jaxmpi._marks import Differs, Equal, mark_of
 
 __all__ = ["may_vary", "varying"]
 
-Classes: TypeAlias = tuple[int, ...] | None
+Classes: TypeAlias = tuple[int, ...] | None  # the class of each rank, in the order of the ranks
 
 ALL: Classes = ()
 NONE: Classes = None
@@ -38,7 +41,10 @@ NONE: Classes = None
 
 
 def _join(values: Sequence[Classes]) -> Classes:
-    """Return the classes of a value that is computed from all of these."""
+    """Return the classes of a value that is computed from values with these classes.
+
+    Two ranks are in one class if they are in one class of every value.
+    """
     known: list[tuple[int, ...]] = []
     for value in values:
         if value is None:
@@ -47,43 +53,54 @@ def _join(values: Sequence[Classes]) -> Classes:
             known.append(value)
     if len(known) < 2:
         return known[0] if known else ALL
-    return _numbered(list(zip(*known, strict=True)))
+    return _classes_by_key(list(zip(*known, strict=True)))
 
 
-def _numbered(keys: Sequence[Hashable]) -> Classes:
-    """Return the classes of ranks that have these keys."""
-    numbers: dict[Hashable, int] = {}
+def _classes_by_key(keys: Sequence[Hashable]) -> Classes:
+    """Return the classes in which ranks with equal keys are together.
+
+    Args:
+      keys: one for each rank.
+    """
+    class_of_key: dict[Hashable, int] = {}
     classes = []
     for key in keys:
-        classes.append(numbers.setdefault(key, len(numbers)))
-    if len(numbers) == 1:
+        classes.append(class_of_key.setdefault(key, len(class_of_key)))
+    if len(class_of_key) == 1:
         return ALL
-    return NONE if len(numbers) == len(keys) else tuple(classes)
+    if len(class_of_key) == len(keys):
+        return NONE
+    return tuple(classes)
 
 
 # The rules
 
 
-def _equalizes(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
-    """Return the classes after a reduction or a gather: equal on all ranks of a group."""
-    if kind(eqn) != "collective":  # over an axis of a vmap inside
+def _same_on_group(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
+    """Return the classes after an allreduce or an all_gather: equal within each group of ranks.
+
+    Two groups have equal results if their ranks contribute equal values: in any order for an
+    allreduce, in the same order for an all_gather.
+    """
+    if kind(eqn) != "collective":  # over array axes: those of a vmap inside
         return [_join(operands)] * len(eqn.outvars)
-    groups, x = eqn.params.get("axis_index_groups"), operands[0]
-    if not groups or x == ALL:
+    groups, operand = eqn.params.get("axis_index_groups"), operands[0]
+    if not groups or operand == ALL:  # all groups have the same number of ranks
         return [ALL]
-    before = tuple(range(sum(map(len, groups)))) if x is None else x
-    is_reduction = op_of(eqn) is Op.ALLREDUCE
-    contributions: dict[int, tuple[int, ...]] = {}  # of the group of each rank
+    size = sum(map(len, groups))
+    classes = tuple(range(size)) if operand is None else operand
+    contributions: dict[int, tuple[int, ...]] = {}  # by rank: the classes in the rank's group
     for group in groups:
-        of_group = [before[rank] for rank in group]
-        contributions.update(
-            dict.fromkeys(group, tuple(sorted(of_group) if is_reduction else of_group))
-        )
-    return [_numbered([contributions[rank] for rank in range(len(before))])]
+        in_group = [classes[rank] for rank in group]
+        if op_of(eqn) is Op.ALLREDUCE:
+            in_group.sort()
+        for rank in group:
+            contributions[rank] = tuple(in_group)
+    return [_classes_by_key([contributions[rank] for rank in range(size)])]
 
 
-def _moves(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
-    """Return the classes after a collective that gives each rank something else."""
+def _different_on_each_rank(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
+    """Return the classes after an equation that gives each rank another result."""
     over_ranks = kind(eqn) in ("collective", "index")
     return [NONE if over_ranks else _join(operands)] * len(eqn.outvars)
 
@@ -92,12 +109,12 @@ def _mark(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
     return [ALL] if isinstance(mark_of(eqn), Equal) else operands
 
 
-def _deliberate_mark(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
+def _mark_differing_as_equal(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
     return [ALL] if isinstance(mark_of(eqn), Equal | Differs) else operands
 
 
 def _local(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
-    """Return the classes after anything else; a Python function may return anything."""
+    """Return the classes after any other equation; a Python function may return anything."""
     return [NONE if calls_python(eqn) else _join(operands)] * len(eqn.outvars)
 
 
@@ -105,24 +122,20 @@ REPLICATION: Analysis[Classes] = Analysis(
     bottom=ALL,
     join=_join,
     rules={
-        Op.ALLREDUCE: _equalizes,
-        Op.ALL_GATHER: _equalizes,
-        Op.REDUCE_SCATTER: _moves,
-        Op.ALL_TO_ALL: _moves,
-        Op.PERMUTE: _moves,
-        Op.AXIS_INDEX: _moves,
+        Op.ALLREDUCE: _same_on_group,
+        Op.ALL_GATHER: _same_on_group,
+        Op.REDUCE_SCATTER: _different_on_each_rank,
+        Op.ALL_TO_ALL: _different_on_each_rank,
+        Op.PERMUTE: _different_on_each_rank,
+        Op.AXIS_INDEX: _different_on_each_rank,
         Op.MARK: _mark,
     },
     otherwise=_local,
 )
-# What differs on purpose counts as equal: it is no sign of a forgotten mean.
-DELIBERATE = replace(REPLICATION, rules={**REPLICATION.rules, Op.MARK: _deliberate_mark})
-
-
-_CONSTANTS_VARY = {
-    True: replace(REPLICATION, constants=NONE),
-    False: replace(DELIBERATE, constants=NONE),
-}
+# A value that is marked as different on purpose counts as equal: it is no sign of a forgotten mean.
+DELIBERATE_AS_EQUAL = replace(
+    REPLICATION, rules={**REPLICATION.rules, Op.MARK: _mark_differing_as_equal}
+)
 
 
 def may_vary(
@@ -130,19 +143,20 @@ def may_vary(
     ins: Sequence[bool],
     *,
     constants: bool = True,
-    deliberately: bool = True,
+    marked: bool = True,
 ) -> list[bool]:
     """Return which outputs of an opened program may differ between ranks, given which inputs may.
 
     Args:
       jaxpr: of `trace.trace`, or one inside of it.
-      ins: for each input.
-      constants: whether the arrays that the program itself holds may differ.
-      deliberately: whether that counts what is marked as different on purpose.
+      ins: which inputs may differ.
+      constants: whether the constant arrays of the program may differ.
+      marked: whether a value that `may_differ` marks as different on purpose may differ; if not, it
+        counts as equal.
     """
-    analysis = REPLICATION if deliberately else DELIBERATE
+    analysis = REPLICATION if marked else DELIBERATE_AS_EQUAL
     if constants:
-        analysis = _CONSTANTS_VARY[deliberately]
+        analysis = replace(analysis, constants=NONE)
     classes = [NONE if differs else ALL for differs in ins]
     return [out != ALL for out in propagate(analysis, jaxpr, classes)]
 
@@ -158,7 +172,7 @@ def varying(
     warn: bool = True,
     api: str = "jaxmpi.jit",
 ) -> list[bool]:
-    """Return what `may_vary` does, and check the program on the way.
+    """Return which outputs may differ, as `may_vary` does, and check the program on the way.
 
     Args:
       jaxpr: as in `may_vary`.
@@ -168,46 +182,54 @@ def varying(
       api: the function of jaxmpi that the user called, for errors and warnings.
 
     Raises:
-      ValueError: a collective in a branch or a loop whose predicate may differ: some ranks would
-        wait in it for ever.
+      ValueError: a collective is in a branch or a loop whose predicate may differ: some ranks would
+        wait in it forever.
 
     Warns:
-      UserWarning: a sum or mean of what is equal on all ranks already. The transpose of a sum is a
-        sum, too, often of such values, and comes from the same call: it is the calls that are
-        warned of, if all sums that come from one are such.
+      UserWarning: a sum or mean is over values that are equal on all ranks already. One call of the
+        user's may become several sums: the transpose of a sum is a sum, too, often of equal values.
+        So there is one warning for a call, and only if none of its sums is needed.
     """
-    analysis = _CONSTANTS_VARY[True] if constants else REPLICATION
+    analysis = replace(REPLICATION, constants=NONE) if constants else REPLICATION
     # The sums that come from one call of the user's: each equation, and whether it is needed.
     sums: dict[CallSite, list[tuple[JaxprEqn, bool]]] = defaultdict(list)
-    literal: set[Var] = set()  # values that follow from literals alone
+    from_literals: set[Var] = set()  # values that are computed from literals alone
     unreached: list[JaxprEqn] = []  # collectives that some ranks may not reach
 
     def visit(
         eqn: JaxprEqn, operands: list[Classes], results: list[Classes], control: Classes
     ) -> None:
-        op = op_of(eqn)
-        what = kind(eqn) if op in ABOUT_RANKS else ""
-        if what in ("collective", "ahead") and control != ALL:
+        kind_of_eqn = kind(eqn) if op_of(eqn) in RANK_OPS else ""
+        # Inner equations are visited first. So the next equation that all ranks reach is the branch
+        # or loop around the unreached collectives whose predicate may differ.
+        if kind_of_eqn in ("collective", "ahead") and control != ALL:
             unreached.append(eqn)
-        elif unreached and control == ALL:  # the outermost branch or loop around them
+        elif unreached and control == ALL:
             _refuse(api, eqn, unreached[0])
-        known = follows_from(literal, eqn)
-        if known and not what:
-            literal.update(eqn.outvars)
-        if what == "collective" and is_sum(eqn):
-            needed = known or _join(operands) != ALL
-            sums[_jaxcompat.call_site(eqn)].append((eqn, needed))
+        is_from_literals = is_computed_from(from_literals, eqn)
+        if is_from_literals and not kind_of_eqn:
+            from_literals.update(eqn.outvars)
+        if kind_of_eqn == "collective" and is_sum(eqn):
+            # A sum of literals is needed, too: `psum(1)` counts the ranks.
+            is_needed = is_from_literals or _join(operands) != ALL
+            sums[_jaxcompat.call_site(eqn)].append((eqn, is_needed))
 
     classes = [NONE if differs else ALL for differs in ins]
     outs = propagate(analysis, jaxpr, classes, visit)
-    for of_call in sums.values():
-        if warn and not any(needed for _, needed in of_call):
-            _warn_of_reduction(api, of_call[0][0])
+    for sums_of_call in sums.values():
+        if warn and not any(is_needed for _, is_needed in sums_of_call):
+            _warn_of_reduction(api, sums_of_call[0][0])
     return [out != ALL for out in outs]
 
 
 def _refuse(api: str, eqn: JaxprEqn, collective: JaxprEqn) -> None:
-    """Raise a ValueError about a collective in a branch or a loop that some ranks may not enter."""
+    """Raise a ValueError about a collective in a branch or a loop that some ranks may not enter.
+
+    Args:
+      api: the function of jaxmpi that the user called.
+      eqn: the branch or loop.
+      collective: the collective inside of it.
+    """
     decided, name = "which branch is taken", eqn.primitive.name
     if op_of(eqn) is not Op.COND:
         decided, name = "whether the loop goes on", "while_loop"
@@ -222,6 +244,7 @@ def _refuse(api: str, eqn: JaxprEqn, collective: JaxprEqn) -> None:
 
 
 def _warn_of_reduction(api: str, eqn: JaxprEqn) -> None:
+    """Warn of a sum over values that are equal on all ranks."""
     warnings.warn(
         f"{api}: the value summed or averaged at {line(eqn)} is equal on all ranks already. "
         "Leave the mean out; a sum multiplies the value by the number of ranks.",

@@ -1,9 +1,14 @@
 """Find optimizers that combine several elements of an array, which is wrong on a shard.
 
-An elementwise optimizer, such as Adam, does with shards what it does with arrays. One that forms a
-norm, or looks at rows, gets the norm of a shard, and would be wrong without an error. A value mixes
-elements from the first reduction of a shard until it goes through a collective of the ranks that
-have the shards; one over other axes leaves it as it is.
+An elementwise optimizer, such as Adam, computes the same on a shard as on the whole array. One that
+computes a norm would get the norm of the shard, and be wrong without an error. So no shard among a
+program's outputs may depend on such a value:
+
+- a value is a shard if it is one element by element: an input, or computed elementwise from one;
+- an equation that is neither elementwise nor a rearrangement mixes the elements of a shard, and
+  what depends on its result is mixed;
+- a collective among all ranks that have the shards of the array makes its result whole: it is no
+  shard, and not mixed. A collective over other axes changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,16 +33,22 @@ __all__ = ["check_shards"]
 
 
 class Value(NamedTuple):
-    """Facts about a value."""
+    """Facts about a value.
 
-    shard: bool = False  # whether it is made of shards, element by element
-    # what has mixed the elements of a shard that it depends on, and the calls around that
+    Attributes:
+      shard: whether it is a shard.
+      mixed: the first equation that has mixed elements of a shard that the value depends on, then
+        the calls and loops around that equation, innermost first; () if there is none.
+      over: the groups of ranks that have the shards of the arrays that it depends on.
+    """
+
+    shard: bool = False
     mixed: tuple[JaxprEqn, ...] = ()
-    over: frozenset[Groups] = frozenset()  # the groups of ranks that have the shards
+    over: frozenset[Groups] = frozenset()
 
 
-NOTHING = Value()
-Sizes: TypeAlias = tuple[tuple[str, int], ...]  # of the axes
+NOTHING = Value()  # the value depends on no shard
+Sizes: TypeAlias = tuple[tuple[str, int], ...]  # (name, number of ranks) of each axis
 
 
 def check_shards(
@@ -52,29 +63,35 @@ def check_shards(
     """Raise a ValueError if a shard in an output depends on several elements of a shard.
 
     Args:
-      title: the name of the program.
-      jaxpr: of `trace.trace`, whose first `captured` inputs are arrays from outside.
+      title: the name of the program, for the error.
+      jaxpr: of `trace.trace`.
       ins: the paths of the arguments' arrays.
-      outs: those of the outputs.
-      captured: how many there are.
-      axes: the names of the ranks and their sizes.
+      outs: the paths of the outputs.
+      captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
+        arguments' arrays.
+      axes: the names of the axes of the ranks, and their sizes.
       api: the function of jaxmpi that the user called, for the error.
     """
     if not any(map(in_shard, outs)):
         return
     sizes = tuple(axes.items())
-    given = [
-        NOTHING if (axis := shard_axis(path)) is None else _of_shard(axis, sizes) for path in ins
-    ]
-    values = propagate(_analysis(sizes), jaxpr, [NOTHING] * captured + given)
+    facts = [NOTHING] * captured
+    for path in ins:
+        axis = shard_axis(path)
+        facts.append(NOTHING if axis is None else _shard_over(axis, sizes))
+    values = propagate(_analysis(sizes), jaxpr, facts)
     for path, value in zip(outs, values, strict=True):
         if in_shard(path) and value.mixed:
-            where = next(
-                filter(None, map(_jaxcompat.source_place, value.mixed)), "a line of a library"
-            )
+            # An equation inside of a call of optax may have no line of the user's; a caller has.
+            where = "a line of a library"
+            for eqn in value.mixed:
+                line = _jaxcompat.source_place(eqn)
+                if line:
+                    where = line
+                    break
             raise ValueError(
                 f"{api}: {output_name(path[:-1])} of {title} is a shard, and depends on "
-                f"{_name(value.mixed)}, which combines several elements of an array "
+                f"{_transform_name(value.mixed)}, which combines several elements of an array "
                 f"({value.mixed[0].primitive.name} at {where}) but gets this rank's shard only. "
                 "Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and "
                 "jaxmpi.clip_by_global_norm instead of optax's; or keep whole parameters with "
@@ -82,42 +99,53 @@ def check_shards(
             )
 
 
-def _of_shard(axis: Axis, sizes: Sizes) -> Value:
+def _shard_over(axis: Axis, sizes: Sizes) -> Value:
+    """Return the facts about a shard of an array that is sharded over an axis."""
     return Value(True, (), frozenset({_groups(names(axis), sizes)}))
 
 
 @cache
 def _groups(axis: tuple[str, ...], sizes: Sizes) -> Groups:
-    """Return the groups along an axis; one group of all ranks if they do not have the axis."""
+    """Return the groups of ranks along an axis; one group of all ranks if there is no such axis."""
     axes = dict(sizes)
     return groups_along(axes, axis if {*axis} <= {*axes} else (AXIS,))
 
 
 @cache
-def _covers(groups: Sequence[Sequence[int]] | None, parts: Groups) -> bool:
-    """Return whether each of `parts` is within a group; no groups are one group of all ranks."""
+def _covers(groups: Sequence[Sequence[int]] | None, shard_groups: Groups) -> bool:
+    """Return whether a collective within `groups` combines all shards of an array.
+
+    Args:
+      groups: of the collective; None for one group of all ranks.
+      shard_groups: the groups of ranks that have the shards of one array.
+    """
     if not groups:
         return True
-    group_of = {rank: i for i, group in enumerate(groups) for rank in group}
-    return all(len({group_of[rank] for rank in part}) == 1 for part in parts)
+    group_of: dict[int, int] = {}
+    for i, group in enumerate(groups):
+        for rank in group:
+            group_of[rank] = i
+    return all(len({group_of[rank] for rank in ranks}) == 1 for ranks in shard_groups)
 
 
-def _name(eqns: Sequence[JaxprEqn]) -> str:
-    """The transform that an equation comes from, in words."""
-    names = (
-        name
-        for eqn in eqns
-        for name in _jaxcompat.function_names(eqn)
-        if ".<locals>.update" in name
-    )
-    return next(names, "a function").split(".<locals>")[0]
+def _transform_name(eqns: Sequence[JaxprEqn]) -> str:
+    """Return the optax transform whose `update` has made one of these equations, for an error.
+
+    The update of a transform is a function inside of the transform's, such as
+    "scale_by_trust_ratio.<locals>.update_fn".
+    """
+    for eqn in eqns:
+        for name in _jaxcompat.function_names(eqn):
+            if ".<locals>.update" in name:
+                return name.split(".<locals>")[0]
+    return "a function"
 
 
 # The lattice and the rules
 
 
 def _join(values: Sequence[Value]) -> Value:
-    """Return the facts about a value that is computed from these, element by element."""
+    """Return the facts about a value that is computed elementwise from these values."""
     known = [x for x in values if x is not NOTHING]
     if len(known) < 2:
         return known[0] if known else NOTHING
@@ -127,6 +155,7 @@ def _join(values: Sequence[Value]) -> Value:
 
 
 def _local(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Return the facts after an equation that does not communicate."""
     value = _join(operands)
     if value.shard and not has(eqn, Trait.ELEMENTWISE) and not has(eqn, Trait.REARRANGES):
         value = Value(False, value.mixed or (eqn,), value.over)
@@ -134,23 +163,28 @@ def _local(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _collective(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Return the facts after a collective: nothing, where it is over all ranks of each shard."""
-    if kind(eqn) != "collective":
+    """Return the facts after a collective.
+
+    The result depends on shards no longer if the collective combines all shards of each array.
+    """
+    if kind(eqn) != "collective":  # over array axes: those of a vmap inside
         return _local(eqn, operands)
-    left, over = _join(operands), set()
-    for group in left.over:
-        if not _covers(eqn.params.get("axis_index_groups"), group):
-            over.add(group)
-    return [left._replace(over=frozenset(over)) if over else NOTHING] * len(eqn.outvars)
+    value = _join(operands)
+    groups = eqn.params.get("axis_index_groups")
+    not_combined = frozenset(over for over in value.over if not _covers(groups, over))
+    result = value._replace(over=not_combined) if not_combined else NOTHING
+    return [result] * len(eqn.outvars)
 
 
-def _returned(eqn: JaxprEqn, operands: list[Value], results: list[Value]) -> list[Value]:
-    """Add an equation to the callers of those that have mixed elements inside of it."""
-    before = [x.mixed for x in operands]
-    return [
-        y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn))
-        for y in results
-    ]
+def _add_caller(eqn: JaxprEqn, operands: list[Value], results: list[Value]) -> list[Value]:
+    """Add a call or a loop to `mixed` of the results whose elements were mixed inside of it."""
+    mixed_before = [value.mixed for value in operands]
+    found = []
+    for value in results:
+        if value.mixed and value.mixed not in mixed_before:
+            value = value._replace(mixed=(*value.mixed, eqn))
+        found.append(value)
+    return found
 
 
 @cache
@@ -162,9 +196,9 @@ def _analysis(sizes: Sizes) -> Analysis[Value]:
             case Equal() | Whole():
                 return [NOTHING]
             case Shard(axis):
-                made, x = _of_shard(axis, sizes), operands[0]
-                return [Value(True, x.mixed, made.over | x.over)]
+                made, before = _shard_over(axis, sizes), operands[0]
+                return [Value(True, before.mixed, made.over | before.over)]
         return operands
 
     rules = dict.fromkeys(COLLECTIVES, _collective)
-    return Analysis(NOTHING, _join, {**rules, Op.MARK: mark}, _local, returned=_returned)
+    return Analysis(NOTHING, _join, {**rules, Op.MARK: mark}, _local, after_inner=_add_caller)

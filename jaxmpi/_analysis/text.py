@@ -1,4 +1,8 @@
-"""Equations as lines of text, which are equal on two ranks if the equations are."""
+"""Equations as lines of text: equal equations have equal text, in any process.
+
+A jaxpr as JAX prints it is not that: it may have addresses of Python objects in it. Ranks compare
+these lines, with or without shapes.
+"""
 
 from collections.abc import Iterator
 
@@ -13,56 +17,66 @@ from jaxmpi._marks import Parameters, mark_of
 
 __all__ = ["Text", "equations", "is_note", "parameters"]
 
-SIZES = ("length", "unroll")  # parameters that follow from shapes, or change no result
+OMITTED = ("length", "unroll")  # parameters that follow from shapes, or change no result
 
 
 class Text:
-    """Names the variables of one jaxpr in the order in which they are met."""
+    """Text of the equations of one jaxpr.
+
+    Constants and inputs are named in0, in1, ... Other variables are named v2, v3, ... in the order
+    in which they first occur in the text; the numbers go on from those of the inputs.
+    """
 
     def __init__(self, jaxpr: AnyJaxpr) -> None:
         inner, _ = _jaxcompat.parts(jaxpr)
         self._names = {v: f"in{i}" for i, v in enumerate((*inner.constvars, *inner.invars))}
 
     def atom(self, v: Atom) -> str:
-        """A literal's value, or a variable's name."""
-        return (
-            repr(np.asarray(v.val).tolist())
-            if isinstance(v, Literal)
-            else self._names.setdefault(v, f"v{len(self._names)}")
-        )
+        """Return a literal's value, or a variable's name."""
+        if isinstance(v, Literal):
+            return repr(np.asarray(v.val).tolist())
+        return self._names.setdefault(v, f"v{len(self._names)}")
 
     def equation(self, eqn: JaxprEqn, *, shapes: bool = False, operands: str | None = None) -> str:
-        """Return an equation as text: "v3 = mul(in0, 2.0)".
+        """Return an equation as text, such as "v3 = mul(in0, 2.0)".
 
-        With `shapes` it is "v3: float32[4] = ...", with the parameters that may follow from shapes.
-        With `operands` that text stands in the place of the operands.
+        Args:
+          eqn: the equation.
+          shapes: whether to show the types of the results, as in "v3: float32[4] = ...", and the
+            parameters that may follow from shapes.
+          operands: a text to show instead of the operands.
         """
-        given = [*map(self.atom, eqn.invars)] if operands is None else [operands]
-        outs = ", ".join(
-            self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars
-        )
-        params = [
-            f"{name}={value}"
-            for name, value in sorted(eqn.params.items())
-            if _is_plain(name, value, shapes)
-        ]
-        return f"{outs} = {eqn.primitive.name}({', '.join([*given, *params])})"
+        # Name the operands before the results: the order of these calls decides the names.
+        arguments = [*map(self.atom, eqn.invars)] if operands is None else [operands]
+        outs = []
+        for v in eqn.outvars:
+            outs.append(f"{self.atom(v)}: {v.aval.str_short()}" if shapes else self.atom(v))
+        for name, value in sorted(eqn.params.items()):
+            if _is_shown(name, value, shapes):
+                arguments.append(f"{name}={value}")
+        return f"{', '.join(outs)} = {eqn.primitive.name}({', '.join(arguments)})"
 
 
 def equations(jaxpr: AnyJaxpr) -> Iterator[str]:
-    """All equations with shapes and source lines, inner ones behind the one that holds them."""
+    """Yield a line for each equation at any depth, with shapes and the source line.
+
+    An equation is followed by those that it contains. Each jaxpr ends with a line "returns ...".
+    """
     text = Text(jaxpr)
-    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        yield " at ".join(
-            filter(None, (text.equation(eqn, shapes=True), _jaxcompat.source_line(eqn)))
-        )
+    open_jaxpr, _ = _jaxcompat.parts(jaxpr)
+    for eqn in open_jaxpr.eqns:
+        at = _jaxcompat.source_line(eqn)
+        yield text.equation(eqn, shapes=True) + (f" at {at}" if at else "")
         for inner in subjaxprs(eqn):
             yield from equations(inner)
-    yield f"returns {', '.join(map(text.atom, _jaxcompat.parts(jaxpr)[0].outvars))}"
+    yield f"returns {', '.join(map(text.atom, open_jaxpr.outvars))}"
 
 
 def parameters(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
-    """The parameters that `with_parameters` has noted, in order, each with its source line."""
+    """Yield (parameters as text, source line) of each note of `with_parameters`, at any depth.
+
+    A note is an identity with a `Parameters` mark. The ranks compare these texts.
+    """
     if not _has_notes(jaxpr):
         return
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
@@ -75,22 +89,25 @@ def parameters(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
 
 @_jaxcompat.kept_with_jaxpr
 def _has_notes(jaxpr: AnyJaxpr) -> bool:
-    return any(
-        is_note(eqn) or any(map(_has_notes, subjaxprs(eqn)))
-        for eqn in _jaxcompat.parts(jaxpr)[0].eqns
-    )
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        if is_note(eqn) or any(map(_has_notes, subjaxprs(eqn))):
+            return True
+    return False
 
 
 def is_note(eqn: JaxprEqn) -> bool:
-    """Return whether it is an identity of `with_parameters`."""
+    """Return whether an equation is a note of `with_parameters`: an identity with parameters."""
     return isinstance(mark_of(eqn), Parameters)
 
 
-def _is_plain(name: str, value: object, shapes: bool) -> bool:
-    """Return whether a parameter is shown: numbers and text.
+def _is_shown(name: str, value: object, shapes: bool) -> bool:
+    """Return whether a parameter of an equation is part of its text.
 
-    With `shapes` it is anything but objects of Python, such as functions.
+    Without `shapes`, numbers and strings are. With `shapes`, tuples and dtypes are, too: all but
+    jaxprs and Python objects that print their address.
     """
-    if name in SIZES or not shapes:
-        return isinstance(value, bool | int | float | str) and name not in SIZES
+    if name in OMITTED:
+        return False
+    if not shapes:
+        return isinstance(value, bool | int | float | str)
     return value is not None and not hasattr(value, "eqns") and " at 0x" not in repr(value)
