@@ -1,4 +1,16 @@
-"""Adasum: the sum of gradients that are orthogonal, and the mean of gradients that are equal."""
+"""Adasum: a sum of gradients from which what they have in common is left out.
+
+Two gradients a and b are combined into (Maleki et al. 2020, "Scaling distributed training with
+adaptive summation", eq. 5)
+
+    a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b
+
+which is their sum if they are orthogonal, and their mean if they are equal. More gradients are
+combined in a binary tree of the ranks, for any number of them: neighbors first; a rank without a
+neighbor waits for the next round. All intermediate gradients of the tree are sums Σ_r c_r·g_r, and
+their inner products follow from those of the g_r. So the ranks form the matrix of the g_r·g_s once,
+and each computes the coefficients c_r of the result from it (`coefficients`).
+"""
 
 from dataclasses import dataclass
 from typing import final
@@ -22,14 +34,13 @@ __all__ = ["Adasum", "coefficients"]
 class Adasum(Mean):
     """Adasum of the ranks' trees along an axis, leaf by leaf; each rank gets the result.
 
-    a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b (Maleki et al. 2020, eq. 5), in a binary tree of
-    the ranks, for any number of them: neighbors first; a rank without a neighbor waits for the next
-    round. The result is Σ_r c_r·g_r, and the coefficients c follow from the inner products g_r·g_s
-    of the gradients. `extra` is averaged.
+    Σ_r c_r·g_r, in float32 at least, rounded to the dtype of the leaf. `extra` is averaged. On one
+    rank the updates stay as they are.
 
     **Communication:** three messages: shards of the gradients to the ranks that combine them
-    (alltoall), the inner products (allreduce of p² numbers for each leaf), the result (allgather).
-    On two ranks that is twice the bytes of a mean; on many, about the bytes of a mean.
+    (alltoall), the inner products (allreduce of p² numbers for each leaf), the result (allgather);
+    and an allreduce of `extra`. Floats below 32 bits travel as float32. On two ranks that is twice
+    the bytes of a mean; on many, about the bytes of a mean.
     """
 
     function: str
@@ -37,35 +48,37 @@ class Adasum(Mean):
 
     @property
     def traits(self) -> Traits:
-        # An inner product of shards is not that of their arrays.
+        # No shards of `fully_shard`: an inner product of shards is not that of their arrays.
         return Traits("op 'adasum'", weights=False, functions=False, shards=False)
 
     def init(self, params: PyTree) -> PyTree:
         return ()
 
     def mean(self, updates: PyTree, extra: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        combined = self._combine(updates)
+        combined = self._adasum(updates)
         extra, _, _ = Allreduce(self.function, axis=self.axis).mean(extra, (), ())
         return combined, extra, state
 
-    def _combine(self, updates: PyTree) -> PyTree:
+    def _adasum(self, updates: PyTree) -> PyTree:
         leaves, put = floats(self.function, updates)
-        caller, size = Caller(self.function), axis_size(self.axis, session.current(self.function))
+        caller = Caller(self.function)
+        size = axis_size(self.axis, session.current(self.function))
         if size == 1 or not leaves:
             return updates
-        # this rank's shard of all ranks' gradients, [size, columns] for each leaf
+        # Each rank gets its shard of the gradients of all ranks: `[size, columns]` for each leaf,
+        # row r of rank r.
         padded = []
         for x in leaves:
             flat = x.astype(wide(x.dtype)).reshape(-1)
             padded.append(jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1))
         shards = caller.alltoall(padded, axis=self.axis)
-        # g_r·g_s: the sum over ranks of the products of the shards, [size, size]
+        # g_r·g_s, `[size, size]`: the sum over the shards of their inner products
         products = [jnp.matmul(x, x.T, precision="highest") for x in shards]
         products = caller.allreduce(products, op="sum", axis=self.axis)
-        # Σ_r c_r·g_r, of this rank's shard, and of all shards
+        # Σ_r c_r·g_r: this rank's shard, `[columns]`, then all shards, `[size, columns]`
         combined = []
-        for g, x in zip(products, shards, strict=True):
-            combined.append(jnp.matmul(coefficients(g), x, precision="highest"))
+        for product, x in zip(products, shards, strict=True):
+            combined.append(jnp.matmul(coefficients(product), x, precision="highest"))
         gathered = caller.allgather(combined, axis=self.axis)
         outs = []
         for x, y in zip(leaves, gathered, strict=True):
@@ -74,24 +87,31 @@ class Adasum(Mean):
 
 
 def coefficients(products: jax.Array) -> jax.Array:
-    """Return the coefficient of each rank's gradient in the result.
+    """Return the coefficients c of the result Σ_r c_r·g_r.
 
     Args:
-      products: the inner products of the ranks' gradients, `[size, size]`.
+      products: the inner products g_r·g_s of the ranks' gradients, `[size, size]`.
 
     Returns:
-      `[size]`.
+      c, `[size]`, in the dtype of `products`.
     """
-    # Each node of the tree is the vector of its coefficients: at first, one rank's gradient.
+    # A node of the tree is the vector of coefficients of its gradient. The leaves of the tree are
+    # the gradients of the ranks: unit vectors.
     nodes = list(jnp.eye(len(products), dtype=products.dtype))
     while len(nodes) > 1:
-        combined = [_combine(products, *nodes[i : i + 2]) for i in range(0, len(nodes) - 1, 2)]
-        nodes = combined + nodes[2 * len(combined) :]
+        combined = []
+        for i in range(0, len(nodes) - 1, 2):
+            combined.append(_combined_pair(products, nodes[i], nodes[i + 1]))
+        nodes = combined + nodes[2 * len(combined) :]  # the last one may have no neighbor
     return nodes[0]
 
 
-def _combine(products: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the coefficients of a ⊕ b; a gradient of zeros adds nothing."""
+def _combined_pair(products: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the coefficients of a ⊕ b, for the vectors of coefficients of a and b."""
     aa, ab, bb = a @ products @ a, a @ products @ b, b @ products @ b
-    of_a, of_b = (jnp.where(x > 0, 1 - ab / (2 * jnp.where(x > 0, x, 1)), 1) for x in (aa, bb))
-    return of_a * a + of_b * b
+
+    def factor(xx: jax.Array) -> jax.Array:
+        # 1 - a·b / 2x²; a gradient of zeros has the factor 1, and adds nothing
+        return jnp.where(xx > 0, 1 - ab / (2 * jnp.where(xx > 0, xx, 1)), 1)
+
+    return factor(aa) * a + factor(bb) * b

@@ -1,6 +1,9 @@
-"""Means by a codec: `Codec`, as a user writes one, and the means that transforms form with it.
+"""Means by a codec: `Codec`, as a user may write one, and the means that transforms form with it.
 
-The codecs themselves are in `jaxmpi.codecs`.
+A codec communicates by itself, in as many messages as it needs: `CodecMean` calls it. For fragments
+or a delay of `local_sgd` the mean must be one message, which is encoded and sent in one call, and
+received and decoded in a later one: a codec that can do so has a `OneMessage`, which
+`OneMessageMean` uses. The codecs themselves are in `jaxmpi.codecs`.
 """
 
 from collections.abc import Callable
@@ -23,15 +26,17 @@ __all__ = ["UNCODED", "Codec", "CodecMean", "OneMessage", "OneMessageMean", "che
 
 
 class OneMessage(NamedTuple):
-    """A mean in one message: the data that a rank sends depends only on its updates.
+    """A mean over ranks in one message; its functions do not communicate.
 
     Attributes:
-      init: params -> state, of arrays like them.
-      encode: (updates, state) -> (arrays to send, state).
-      decode: (arrays, like) -> the mean over ranks, in the structure and dtypes of `like`. If
-        `averages`, the arrays are the means over ranks of the encoded arrays; if not, they are the
-        encoded arrays of all ranks, `[size, ...]` each.
-      averages: whether the encoded arrays are averaged on the way.
+      init: params -> the state of this rank before the first call, for updates like `params`.
+      encode: (updates, state) -> (arrays to send, new state). The arrays have the same shapes and
+        dtypes on all ranks.
+      decode: (received arrays, like) -> the mean over ranks, in the structure, shapes and dtypes of
+        `like`. The received arrays are the means over ranks of the encoded ones, or, without
+        `averages`, the encoded ones of all ranks, `[size, ...]` each.
+      averages: whether the encoded arrays are averaged by the message (an allreduce) or gathered
+        (an allgather).
     """
 
     init: Callable[[PyTree], PyTree]
@@ -40,22 +45,28 @@ class OneMessage(NamedTuple):
     averages: bool
 
 
-# the message without a codec: the arrays as they are
+# The message of `local_sgd` without a codec: the arrays of a fragment as they are.
 UNCODED = OneMessage(
-    lambda params: (), lambda xs, state: (xs, state), lambda means, like: means, averages=True
+    init=lambda params: (),
+    encode=lambda xs, state: (xs, state),
+    decode=lambda means, like: means,
+    averages=True,
 )
 
 
 class Codec(NamedTuple):
-    """A mean over ranks in fewer bytes.
+    """A mean over ranks in fewer bytes; one of `jaxmpi.codecs`, or one that you write.
 
     Attributes:
-      init: params -> state, of arrays like them.
-      mean: (updates, state) -> (mean over ranks in the dtypes of updates, state). Called in traced
-        code, on all ranks.
-      one_message: the same mean in one message, for `local_sgd` with a delay; None if the codec
-        needs several rounds.
-      axis: the axis of the ranks that the mean is over.
+      init: params -> the state of this rank before the first call, for updates like `params`; ()
+        if the codec keeps none. The state may differ between the ranks.
+      mean: (updates, state) -> (mean over ranks, new state). The mean has the structure, shapes and
+        dtypes of `updates`, and must be equal on the ranks along the axis. It communicates, with
+        the collectives of jaxmpi, and every rank calls it, in a function under `jaxmpi.jit` or, not
+        under `simulate`, eagerly. It is not called on one rank.
+      one_message: the same mean in one message, for `local_sgd` with fragments or a delay; None if
+        the codec needs several rounds of messages.
+      axis: the axis of the ranks that the mean is over: that of the transform that gets the codec.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -65,7 +76,12 @@ class Codec(NamedTuple):
 
 
 def check_codec(function: str, codec: object, axis: Axis = AXIS) -> None:
-    """Raise an error unless `codec` is a codec for means along an axis.
+    """Check that `codec` is a codec for means along an axis.
+
+    Args:
+      function: the name in the error.
+      codec: the argument of the user.
+      axis: the axis of the transform that got it.
 
     Raises:
       TypeError: `codec` is not a `Codec`.
@@ -86,11 +102,12 @@ def check_codec(function: str, codec: object, axis: Axis = AXIS) -> None:
 @final
 @dataclass(frozen=True)
 class CodecMean(Mean):
-    """The mean by a codec, in as many rounds as the codec takes.
+    """The mean by a codec, in as many messages as the codec needs.
 
-    `extra` is averaged without the codec. On one rank nothing is sent, and all stays as it is.
+    `extra` is averaged without the codec. On one rank nothing is sent, and updates, extra and state
+    stay as they are.
 
-    **Communication:** that of the codec, and an allreduce of `extra`.
+    **Communication:** an allreduce of `extra`, then that of the codec.
     """
 
     function: str
@@ -118,7 +135,8 @@ class CodecMean(Mean):
 class OneMessageMean(Mean):
     """The mean in one message, which may be sent in one call and received in a later one.
 
-    On one rank, too, the updates are encoded and decoded.
+    `mean` does all of it. With a delay, the steps are separate: `encode` and `send` in one call of
+    a program, `receive` in a later one. On one rank, too, the updates are encoded and decoded.
 
     **Communication:** an allreduce of the encoded arrays if the message averages them, else an
     allgather; and an allreduce of `extra`.
@@ -138,16 +156,21 @@ class OneMessageMean(Mean):
     def mean(self, updates: PyTree, extra: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         extra, _, _ = Allreduce(self.function, axis=self.axis).mean(extra, (), ())
         coded, state = self.encode(updates, state)
+        # not sent ahead: `receive` sends the message itself
         return self.receive(coded, updates), extra, state
 
     def encode(self, updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
-        """Return the arrays to send, and the new state."""
+        """Return (arrays to send, new state) for this rank's updates."""
         return self.message.encode(updates, state)
 
     def send(self, coded: list[jax.Array]) -> jax.Array:
-        """Start the message of encoded arrays, and return its number.
+        """Start to send encoded arrays; a later call receives the message.
 
-        A later call receives it: `receive(sent_ahead(coded, number), like)`.
+        That call is `receive(sent_ahead(coded, number), like)`, in the same order on all ranks.
+
+        Returns:
+          The number of the message, a uint32 `[2]`; `sent_ahead.none()` if nothing is sent, on one
+          rank and where the axis is not bound. `receive` then sends the message itself.
         """
         if not bound(self.axis) or axis_size(self.axis, session.current(self.function)) == 1:
             return sent_ahead.none()
@@ -157,7 +180,12 @@ class OneMessageMean(Mean):
         return sent_ahead.send_ahead(call, coded, self.axis)
 
     def receive(self, coded: list[jax.Array], like: PyTree) -> PyTree:
-        """Return the mean over the ranks of arrays that were encoded, which are like `like`."""
+        """Exchange encoded arrays, and return the decoded mean over the ranks.
+
+        Args:
+          coded: this rank's encoded arrays; marked by `sent_ahead` if `send` has sent them.
+          like: a tree with the structure, shapes and dtypes of the updates.
+        """
         caller = Caller(self.function)
         exchange = caller.allreduce if self.message.averages else caller.allgather
         return self.message.decode(exchange(coded, axis=self.axis), like)

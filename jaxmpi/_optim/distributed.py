@@ -1,7 +1,12 @@
-"""`distributed` and `average_gradients`: the gradients of all ranks for an optimizer.
+"""`distributed` and `average_gradients`: data-parallel training with an optax optimizer.
 
-tx = jaxmpi.distributed(optax.adam(1e-3))
-tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+`distributed(inner)` is a whole optimizer; `average_gradients()` is a link of a chain:
+
+    tx = jaxmpi.distributed(optax.adam(1e-3))
+    tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+The arguments of `distributed` select one `Mean` (see mean.py), which forms the mean of the
+gradients. Then every rank calls `inner` with that mean, and gets the same updates.
 """
 
 from typing import NamedTuple
@@ -48,48 +53,69 @@ def distributed(
 ) -> optax.GradientTransformationExtraArgs:
     """Give `inner` the mean of the gradients of all ranks.
 
-    g ← (1/p) · Σ_r g_r for "mean"; then `inner`. The state is that of `inner`, and stays equal on
-    all ranks as long as it and the parameters start equal: see `synchronize`. With a codec the
-    state is a `DistributedState`.
+        g ← (1/p) · Σ_r g_r  for "mean"
+        updates, state ← inner(g, state)
 
-    `update(grads, state, params, weight=w)` gives g ← Σ_r w_r·g_r / Σ_r w_r, where w_r is the
-    number of samples, or tokens, that rank r has averaged its gradient over: the exact mean over
-    all samples, however unevenly they are spread. A weight is one finite number, 0 or more; all
-    ranks pass one, or none does. A rank with weight 0 does not count, whatever its gradients are;
-    if all weights are 0, so are the gradients. With weights, short floats travel as float32.
+    g_r are the gradients that rank r passes to `update`, and p is the number of ranks. The state is
+    that of `inner`, and stays equal on all ranks as long as it and the parameters start equal: see
+    `synchronize`. With a codec the state is a `DistributedState`.
 
-    `update` takes the extra arguments of optax's transforms, with this rank's values: `value`, the
-    loss, and `grad` become means over the ranks, too; callables of the parameters, such as
-    `value_fn` of a line search, become their `average_loss`. `inner` gets any other argument as it
-    is: it must be equal on all ranks, or used by `value_fn` only.
+    With a weight, `update(grads, state, params, weight=w)`,
+
+        g ← Σ_r w_r·g_r / Σ_r w_r
+
+    where w_r is the number of samples, or tokens, that rank r has averaged its gradient over. This
+    is the exact mean over all samples, however unevenly they are spread. A weight is one finite
+    number, 0 or more; all ranks pass one, or none does. A rank with weight 0 does not count,
+    whatever its gradients are; if all weights are 0, so are the gradients. With weights, floats
+    below 32 bits travel as float32.
+
+    `update` takes the extra arguments of optax's transforms, with this rank's values. `value`, the
+    loss, and `grad` become means over the ranks, too. Callables of the parameters, such as
+    `value_fn` of a line search, become their `average_loss`. With op "sum", these are sums. `inner`
+    gets any other argument as it is: it must be equal on all ranks, or used by `value_fn` only.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
-    **Communication:** in `update` only, that of `tree_allreduce` or of the codec; weights and
-    `value` travel in the same message. A callable communicates each time `inner` calls it.
+    **Communication:** in `update` only. For "mean" and "sum", that of one `tree_allreduce`; the
+    weight and `value` travel in the same message, and `grad` is sent only if it is not the same
+    arrays as the gradients. For "max", "min" and "prod", `value` and `grad` take a second message.
+    "adasum", a codec and micro-batches send messages of another form, see their arguments. A
+    callable communicates each time `inner` calls it. An eager call with a weight and an axis sends
+    one number more, to all ranks.
 
     Args:
       inner: any optax transform.
       op: "mean" for losses that average over the rank's batch, "sum" for losses that sum; also
         "max", "min", "prod", and "adasum" (Maleki et al. 2020, "Scaling distributed training with
-        adaptive summation"), leaf by leaf.
+        adaptive summation"), leaf by leaf. "adasum" sends an alltoall and an allgather of the
+        gradients' bytes, and p² inner products for each leaf.
       codec: one of `jaxmpi.codecs`, for a mean in fewer bytes. On one rank it changes nothing.
       micro_batches: M, for the same bits on any number of ranks: the gradients have an additional
-        first axis, of this rank's M/p micro-batches, as `jaxmpi.micro_batch_grads` returns them.
-        Their mean, and the sums of `inner`, are formed in one order; an `inner` that multiplies
-        matrices, such as Muon, is refused.
+        first axis, of this rank's M/p micro-batches, as `jaxmpi.micro_batch_grads` returns them:
+        leaves `[M/p, ...]`. Their mean, and the sums of `inner`, are formed in one order; an
+        `inner` that multiplies matrices, such as Muon, is refused. The messages are an alltoall and
+        an allgather.
       axis: as in `tree_allreduce`: the ranks of each group use the gradients of their group, and
         stay equal within it. A codec has the same axis, and M is the number of micro-batches of a
         group. `update` then takes no callables such as `value_fn`.
 
+    Returns:
+      An optax transform whose updates have the shapes and dtypes that `inner` gives them, equal on
+      the ranks along the axis.
+
     Raises:
-      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or
-        with each other; an axis with a callable, or a codec for another axis; a callable with
-        micro-batches or another op than "mean" and "sum"; an `inner` that takes the gradients of
-        single samples; when called, an unknown axis; when called with micro-batches, an `inner`
-        that multiplies matrices; when called eagerly, on all ranks, a weight of any rank that is
-        not one finite number of 0 or more. In a traced step, such a weight makes all updates NaN on
-        all ranks.
-      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf cannot be averaged; with
+      ValueError: an unknown op; a codec or micro-batches with another op than "mean", or with each
+        other; `micro_batches` below 1; a codec for another axis.
+
+        `init`: a `ShardedArray` of `fully_shard` over the ranks of the axis, with its path.
+
+        `update`: a weight with micro-batches or another op than "mean"; a callable with
+        micro-batches, an axis, or another op than "mean" and "sum"; an unknown axis; an `inner`
+        that takes the gradients of single samples, or, with micro-batches, multiplies matrices; a
+        number of micro-batches that the ranks cannot share equally, or gradients without their
+        axis; called eagerly, on all ranks, a weight of any rank that is not one finite number of 0
+        or more. In a traced step, such a weight makes all updates NaN on all ranks.
+      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf cannot be averaged, with
         its path.
 
     >>> import jax.numpy as jnp
@@ -118,20 +144,23 @@ def distributed(
         check_axis("distributed", axis, session.current("distributed"))
         extra = ExtraArgs(extra_args, updates)
         mean.check(weight, [*extra.functions])
-        before, mean_state = state, ()
+        inner_state, mean_state = state, ()
         if mean.traits.has_state:
-            before, mean_state = state.inner, state.codec.per_rank
-        # the gradients, `value` and `grad` of all ranks
-        grads, local, mean_state = mean.average(updates, extra.local, weight, mean_state)
-        # one step of `inner` with them
-        apply = invariant_update(inner) if mean.traits.one_order else inner.update
-        args = extra.reduced(grads, local, mean, weight)
-        out, after = apply(grads, *extra.marked((before, params)), **args)
+            inner_state, mean_state = state.inner, state.codec.per_rank
+        # The means over the ranks, in one message where that is possible: of the gradients, and of
+        # `value` and `grad`.
+        grads, averaged, mean_state = mean.average(updates, extra.local, weight, mean_state)
+        # Every rank takes the same step of `inner`.
+        inner_update = invariant_update(inner) if mean.traits.one_order else inner.update
+        args = extra.reduced(grads, averaged, mean, weight)
+        inner_state, params = extra.mark_equal((inner_state, params))
+        out, inner_state = inner_update(grads, inner_state, params, **args)
         check_shapes("distributed", grads, out)
         if mean.traits.has_state:
-            return out, DistributedState(after, PerRankState(mean_state))
-        return out, after
+            return out, DistributedState(inner_state, PerRankState(mean_state))
+        return out, inner_state
 
+    # The sums of `invariant_update` have one order in a compiled program only: compile eager calls.
     whole_step = compiled(step, "distributed") if mean.traits.one_order else step
 
     def update(
@@ -148,56 +177,65 @@ def distributed(
 
 
 def _mean_of(op: str, codec: Codec | None, micro_batches: int | None, axis: Axis) -> Mean:
-    """Return the mean that the arguments of `distributed` ask for.
+    """Return the mean that the arguments of `distributed` select.
 
     Raises:
-      ValueError: an argument is wrong, or the arguments ask for several means.
+      ValueError: an argument is wrong, or the arguments select several means.
       TypeError: `codec` is no codec.
     """
     if op not in (*OPS, "adasum"):
         raise ValueError(
             f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum."
         )
-    plain: Mean = Adasum("distributed", axis)
-    if op != "adasum":
-        plain = Allreduce("distributed", op, axis)
-    asked: list[Mean] = []
+    mean_of_op: Mean
+    if op == "adasum":
+        mean_of_op = Adasum("distributed", axis)
+    else:
+        mean_of_op = Allreduce("distributed", op, axis)
+    selected: list[Mean] = []  # by arguments that need op "mean"
     if codec is not None:
         check_codec("distributed", codec, axis)
-        asked.append(CodecMean("distributed", codec, axis))
+        selected.append(CodecMean("distributed", codec, axis))
     if micro_batches is not None:
         if micro_batches < 1:
             raise ValueError(
                 f"distributed: micro_batches is {micro_batches}. It is how many all ranks have "
                 "together: 1 or more."
             )
-        asked.append(MicroBatchMean("distributed", micro_batches, axis))
-    if len(asked) > 1 or (asked and op != "mean"):
-        arguments = " and ".join(mean.traits.argument for mean in (*asked, plain))
+        selected.append(MicroBatchMean("distributed", micro_batches, axis))
+    if len(selected) > 1 or (selected and op != "mean"):
+        arguments = " and ".join(mean.traits.argument for mean in (*selected, mean_of_op))
         raise ValueError(
             f"distributed: {arguments} do not go together. Use op 'mean', and one of them."
         )
-    return asked[0] if asked else plain
+    return selected[0] if selected else mean_of_op
 
 
 def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtraArgs:
     """Average gradients over the ranks: an optax transform for a chain.
 
-    g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as
-    in `distributed`. Transforms before it in a chain get this rank's gradients, transforms after it
-    the mean. Those after it would get this rank's `value`, `grad` and callables without a mean, so
-    `update` refuses them: use `distributed` for those.
+        g ← (1/p) · Σ_r g_r
+        g ← Σ_r w_r·g_r / Σ_r w_r  if `update` gets the extra argument `weight`, as in `distributed`
+
+    Transforms before it in a chain get this rank's gradients, transforms after it the mean. In a
+    chain, `value`, `grad` and callables such as `value_fn` reach all transforms as they are, and
+    those after it would use this rank's values. So `update` refuses them: use `distributed`.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
-    **Communication:** that of `tree_allreduce`.
+    **Communication:** that of `tree_allreduce`; a weight travels in the same message.
 
     Args:
       axis: as in `tree_allreduce`: the mean is over each group of ranks. The gradients may be
         shards of `fully_shard` over another axis.
 
+    Returns:
+      An optax transform with an empty state. Its updates have the shapes and dtypes of the
+      gradients, and are equal on the ranks along the axis.
+
     Raises:
-      ValueError: `update` gets `value`, `grad` or a callable; gradients have other shapes than the
-        parameters, such as those of single samples; weights as in `distributed`.
+      ValueError: `update` gets `value`, `grad` or a callable; gradients of single samples, which
+        have one axis more than the parameters; an unknown axis; weights as in `distributed`.
+      TypeError: a leaf of the gradients cannot be averaged, with its path.
 
     >>> import jax.numpy as jnp
     >>> tx = optax.chain(average_gradients(), optax.sgd(0.5))
@@ -216,9 +254,9 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
         **extra_args: object,
     ) -> tuple[PyTree, PyTree]:
         extra = ExtraArgs(extra_args, None)
-        if local := [*extra.local, *extra.functions]:
+        if per_rank := [*extra.local, *extra.functions]:
             raise ValueError(
-                f"average_gradients: update got {' and '.join(local)}, and the transforms that "
+                f"average_gradients: update got {' and '.join(per_rank)}, and the transforms that "
                 "follow would get this rank's value as if it were equal on all ranks. Use "
                 "jaxmpi.distributed(inner) instead, with those transforms as inner."
             )

@@ -1,6 +1,8 @@
-"""The loss over the ranks: `average_loss`, and the loss that `update` gets beside the gradients.
+"""The loss over the ranks: `average_loss`, and the loss as an extra argument of `update`.
 
-Each rank passes the loss of its samples; the inner transform needs the loss of all samples.
+Some optax transforms need the loss, as a number (`value`) or as a function of the parameters
+(`value_fn`). Each rank passes the loss of its samples, and the inner transform has to get the loss
+of all samples: `ExtraArgs` reduces the arguments, and `over_ranks` the functions.
 """
 
 from collections.abc import Callable
@@ -24,9 +26,9 @@ __all__ = ["ExtraArgs", "average_loss"]
 
 P = ParamSpec("P")
 
-LOCAL = ("value", "grad")
+REDUCED_ARGUMENTS = ("value", "grad")  # arrays of this rank, for which `inner` gets means
 
-Function: TypeAlias = Callable[..., PyTree]  # its first argument is the parameters
+Function: TypeAlias = Callable[..., PyTree]  # (params, ...) -> any pytree
 
 
 # --- functions of the parameters -----------------------------------------------------------------
@@ -47,11 +49,12 @@ def average_loss(
         value_and_grad = optax.value_and_grad_from_state(jaxmpi.average_loss(loss))
 
     `distributed` and `sharded` apply it to the callables that their `update` gets, such as
-    `value_fn`. It is for programs that evaluate the loss themselves: a line search, a
+    `value_fn`. Call it yourself in programs that evaluate the loss themselves: a line search, a
     Hessian-vector product, an implicit layer.
 
     **Collective:** every rank calls the function equally often, with equal θ.
-    **Communication:** a mean of the value, and for each derivative one of the gradient.
+    **Communication:** for each call, an allreduce of the value; for each derivative, forward or
+    reverse, an allreduce of the bytes of θ. A weight travels with the value. On one rank, none.
 
     Args:
       fun: (θ, ...) -> a number, or a pytree of real or complex numbers; θ is a pytree that is equal
@@ -60,11 +63,15 @@ def average_loss(
       axis: as in `tree_allreduce`: the means are over each group, on whose ranks θ is equal.
 
     Returns:
-      A function of the same arguments, for forward and reverse differentiation.
+      A function of the same arguments, for forward and reverse differentiation. Its result has the
+      structure, shapes and dtypes of the result of `fun`.
 
     Raises:
-      ValueError: when called, a weight that is negative or no scalar; an unknown axis.
-      TypeError: when called, a result cannot be averaged; with its path.
+      ValueError: a weight that is negative or no scalar: here on one rank and in traced code, else
+        when the function is called, on all ranks. When the function is called on several ranks, an
+        unknown axis.
+      TypeError: when the function is called on several ranks, a result cannot be averaged, with its
+        path.
 
     >>> f = average_loss(lambda w: (w - 1.0) ** 2)
     >>> float(f(3.0)), float(jax.grad(f)(3.0))
@@ -74,126 +81,145 @@ def average_loss(
 
 
 def over_ranks(fun: Function, mean: Mean, weight: Weight | None) -> Function:
-    """Return a function with its result and derivatives reduced over ranks, as `mean` does a loss.
+    """Return `fun` with its result and its derivatives reduced over the ranks.
+
+    The result is reduced by an allreduce. The parameters go through `_equal_params`, which gives
+    the derivatives with respect to them the same reduction.
 
     Args:
       fun: (params, ...) -> any pytree; params are equal on the ranks along the axis.
-      mean: names the reduction in `traits.loss_op`, and the axis.
+      mean: the mean of the gradients, whose `traits.loss_op` is the reduction, along its axis.
       weight: the weight of this rank, or None. A rank with weight 0 does not count, and the
         derivatives of its result may be NaN.
     """
-    of_loss = Allreduce(mean.function, mean.traits.loss_op, mean.axis)
-    counts = None if weight is None else as_weight(mean.function, weight, ())[0] != 0
+    loss_mean = Allreduce(mean.function, mean.traits.loss_op, mean.axis)
+    has_samples = None if weight is None else as_weight(mean.function, weight, ())[0] != 0
 
     @wraps(fun)
     def reduced(params: PyTree, *args: object, **kwargs: object) -> PyTree:
         if session.size() == 1:
             return fun(params, *args, **kwargs)
-        out = fun(_equal(mean.axis, params, counts), *args, **kwargs)
-        return of_loss.average(out, (), weight, ())[0]
+        out = fun(_equal_params(mean.axis, params, has_samples), *args, **kwargs)
+        return loss_mean.average(out, (), weight, ())[0]
 
     return reduced
 
 
+# The derivative of an allreduce treats the parameters of each rank as separate variables, and gives
+# ∇f_r on rank r. But θ is one variable: it and its tangent are equal on all ranks. The identity
+# below has the mean over the ranks as its derivative. In forward mode, the mean of equal tangents
+# changes nothing; in reverse mode, the mean of the cotangents ∇f_r is ∇f.
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _equal(axis: Axis, params: PyTree, counts: ArrayLike | None) -> PyTree:
-    """Return `params`, which are equal on the ranks, as their tangents are.
+def _equal_params(axis: Axis, params: PyTree, has_samples: ArrayLike | None) -> PyTree:
+    """Return `params`; their derivatives are means over the ranks along `axis`.
 
-    So the transpose is the mean of the cotangents.
+    Args:
+      axis: the axis on whose ranks they are equal.
+      params: the parameters.
+      has_samples: False on a rank with weight 0: its tangents are 0, so that a NaN in the
+        derivatives of its loss reaches no other rank. None without weights.
     """
-    return _marked(axis, params)
+    return _mark_equal(axis, params)
 
 
-def _marked(axis: Axis, params: PyTree) -> PyTree:
-    return equal_on_all_ranks(params) if axis == AXIS else params
-
-
-@_equal.defjvp
-def _equal_jvp(
+@_equal_params.defjvp
+def _equal_params_jvp(
     axis: Axis, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    params, counts = primals
+    params, has_samples = primals
     mean = Caller("average_loss").allreduce(tangents[0], op="mean", axis=axis)
-    if counts is not None:
-        mean = map_floats("average_loss", lambda t: jnp.where(counts, t, jnp.zeros_like(t)), mean)
-    return _marked(axis, params), mean
+    if has_samples is not None:
+        mean = map_floats(
+            "average_loss", lambda t: jnp.where(has_samples, t, jnp.zeros_like(t)), mean
+        )
+    return _mark_equal(axis, params), mean
+
+
+def _mark_equal(axis: Axis, params: PyTree) -> PyTree:
+    """Mark the parameters as equal on all ranks; along an axis, only those of a group are equal."""
+    return equal_on_all_ranks(params) if axis == AXIS else params
 
 
 # --- extra arguments of `update` -----------------------------------------------------------------
 
 
 class ExtraArgs:
-    """The extra arguments of an `update`, by how they are reduced over the ranks.
+    """The extra arguments of an `update`, sorted by how they are reduced over the ranks.
 
     Attributes:
-      local: `value` and `grad`, which are averaged over the ranks; without `grad` if it is the same
-        arrays as the gradients.
+      local: this rank's `value` and `grad`, as floats, which the caller averages over the ranks;
+        without `grad` if it is the same arrays as the gradients, which are averaged anyway.
       functions: functions of the parameters and of this rank's samples, such as `value_fn`.
       others: all other arguments, which are passed on as they are.
     """
 
     def __init__(self, extra_args: dict[str, object], updates: PyTree) -> None:
-        self.local = {
-            name: jax.tree.map(_float, extra_args[name]) for name in LOCAL if name in extra_args
-        }
-        self.functions: dict[str, Function] = {
-            name: x for name, x in extra_args.items() if callable(x)
-        }
-        self.others = {
-            name: x for name, x in extra_args.items() if name not in self.local and not callable(x)
-        }
-        self._grad_is_updates = _same(extra_args.get("grad"), updates)
+        self.local: dict[str, PyTree] = {}
+        self.functions: dict[str, Function] = {}
+        self.others: dict[str, object] = {}
+        for name, x in extra_args.items():
+            if callable(x):
+                self.functions[name] = x
+            elif name not in REDUCED_ARGUMENTS:
+                self.others[name] = x
+        for name in REDUCED_ARGUMENTS:
+            if name in extra_args:
+                self.local[name] = jax.tree.map(_as_floats, extra_args[name])
+        self._grad_is_updates = _have_identical_leaves(extra_args.get("grad"), updates)
         if self._grad_is_updates:
             del self.local["grad"]
 
     def reduced(
-        self, grads: PyTree, local: dict[str, PyTree], mean: Mean, weight: Weight | None
+        self, grads: PyTree, averaged: dict[str, PyTree], mean: Mean, weight: Weight | None
     ) -> dict[str, object]:
         """Return the extra arguments for the inner transform.
 
         Args:
           grads: the mean of the gradients.
-          local: `self.local`, reduced over the ranks.
+          averaged: `self.local`, reduced over the ranks.
           mean: the mean that has formed them.
           weight: the weight of this rank, or None.
         """
-        reduced = self.others | local
+        reduced = self.others | averaged
         if self._grad_is_updates:
             reduced["grad"] = grads
         for name, fun in self.functions.items():
             reduced[name] = over_ranks(fun, mean, weight)
         return reduced
 
-    def marked(self, trees: PyTree) -> PyTree:
-        """Mark state and parameters as equal on all ranks.
+    def mark_equal(self, trees: PyTree) -> PyTree:
+        """Return state and parameters marked as equal on all ranks, if there are functions.
 
-        The loop of a line search, which calls `value_fn`, depends on them.
+        The loop of a line search depends on them and calls `value_fn`, which communicates. The
+        analysis refuses such a loop unless all ranks are sure to take it equally often.
         """
         if not self.functions or session.size() == 1:
             return trees
-        mark = lambda x: (
-            Shard(x.value, x.shape, equal_on_all_ranks(x.whole), axis=x.axis)
-            if is_shard(x)
-            else equal_on_all_ranks(x)
-        )
+
+        def mark(x: PyTree) -> PyTree:
+            if is_shard(x):  # the whole array is equal, the shard is not
+                return Shard(x.value, x.shape, equal_on_all_ranks(x.whole), axis=x.axis)
+            return equal_on_all_ranks(x)
+
         return jax.tree.map(mark, trees, is_leaf=is_shard)
 
 
-def _float(x: ArrayLike) -> ArrayLike:
-    """Return x as floats: a mean of integers would be rounded. float0 stays as it is."""
+def _as_floats(x: ArrayLike) -> ArrayLike:
+    """Return x as floats: a mean of integers would be rounded down. float0 stays as it is."""
     dtype = jnp.result_type(x)
-    return (
-        x
-        if dtype == jax.dtypes.float0
-        else jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
-    )
+    if dtype == jax.dtypes.float0:
+        return x
+    return jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
 
 
-def _same(tree: PyTree, other: PyTree) -> bool:
-    """Return whether two trees have the identical arrays as leaves."""
-    one, two = jax.tree.flatten(tree), jax.tree.flatten(other)
-    return (
-        tree is not None
-        and one[1] == two[1]
-        and all(x is y for x, y in zip(one[0], two[0], strict=True))
-    )
+def _have_identical_leaves(tree: PyTree, other: PyTree) -> bool:
+    """Return whether two trees have one structure, and the very same arrays as leaves."""
+    if tree is None:
+        return False
+    leaves, treedef = jax.tree.flatten(tree)
+    other_leaves, other_treedef = jax.tree.flatten(other)
+    if treedef != other_treedef:
+        return False
+    return all(x is y for x, y in zip(leaves, other_leaves, strict=True))

@@ -1,17 +1,21 @@
-"""Means over the ranks: one interface, whichever way a mean is formed.
+"""Means over the ranks: the interface `Mean`, plain means, and weighted means.
 
-`distributed`, `sharded`, `fully_shard`, `local_sgd`, `average_gradients` and `average_metrics` take
-a `Mean`. It has an `init` and a `mean`, as a `jaxmpi.codecs.Codec` of the user's own, and its
-`traits` say what it goes together with.
+`distributed`, `sharded`, `unshard`, `local_sgd`, `average_gradients` and `average_metrics` form
+their means through a `Mean`. Like a `jaxmpi.codecs.Codec`, it has the functions `init` and `mean`.
+Its `traits` say which arguments of `update` it can be combined with.
 
-| class | the mean | asked for by |
+With x_r the tree of rank r, and p ranks:
+
+| class | result | selected by |
 |---|---|---|
 | `Allreduce` | (1/p) · Σ_r x_r, or another reduction, on all ranks | `op` |
 | `ReduceScatter` | this rank's shard of (1/p) · Σ_r x_r | `sharded`, `unshard` |
-| `Weighted` | Σ_r w_r·x_r / Σ_r w_r, by any of the others | `weight` |
+| `Weighted` | Σ_r w_r·x_r / Σ_r w_r, formed by one of the other means | `weight` |
 | `CodecMean`, `OneMessageMean` in codec.py | about (1/p) · Σ_r x_r, in fewer bytes | `codec` |
 | `Adasum` in adasum.py | Σ_r c_r·x_r | `op="adasum"` |
 | `MicroBatchMean` in deterministic.py | (1/M) · Σ_i x_i, in one order | `micro_batches` |
+
+`Mean.average` is `mean` with a weight, if there is one.
 """
 
 from abc import ABC, abstractmethod
@@ -49,7 +53,8 @@ __all__ = [
     "scaled",
 ]
 
-# the weight of one rank; of simulated ranks, a `PerRank`
+# The weight of this rank: a number of samples or tokens. Under `simulate`, a `PerRank` holds the
+# weights of all ranks.
 Weight: TypeAlias = ArrayLike | PerRank
 
 
@@ -57,20 +62,20 @@ Weight: TypeAlias = ArrayLike | PerRank
 
 
 class Traits(NamedTuple):
-    """The arguments that a mean goes together with.
+    """What a mean can be combined with, and how its callers have to use it.
 
     Attributes:
-      argument: the argument that asks for the mean, as errors name it, such as "op 'max'".
+      argument: the argument that selects the mean, as errors name it, such as "op 'max'".
       weights: whether `update` may get a `weight`.
       functions: whether `update` may get functions of the parameters, such as `value_fn`.
-      loss_op: the reduction of the loss, "mean" or "sum": of `value`, `grad` and what functions
-        return.
+      loss_op: the reduction, "mean" or "sum", of the loss: of `value`, of `grad`, and of what those
+        functions return.
       shards: whether the gradients may be shards of `fully_shard` over another axis.
       has_state: whether the mean keeps a state between its calls.
-      one_order: whether all sums have one order for any number of ranks and threads, and those of
-        the inner transform must have, too.
-      one_program: whether an eager call of the weighted mean is compiled as one program; a codec
-        runs operation by operation.
+      one_order: whether the mean adds in an order that does not depend on the number of ranks and
+        threads. The inner transform is then evaluated in such an order, too.
+      one_program: whether an eager call of the weighted mean is compiled as one program. A codec is
+        not: it runs operation by operation.
     """
 
     argument: str
@@ -86,11 +91,12 @@ class Traits(NamedTuple):
 class Mean(ABC):
     """A way to form one tree from the trees of the ranks along an axis.
 
-    Two means that are equal have equal fields: the programs that are compiled for one serve both.
+    Subclasses other than `Weighted` are frozen dataclasses: a mean is the key under which its
+    compiled programs are cached, so means with equal fields share them.
 
     Attributes:
-      function: the public function that forms the mean, for errors and for the comparison of the
-        ranks.
+      function: the public function that forms the mean. Errors name it, and the ranks compare it
+        with each message.
       axis: the axis of the ranks.
     """
 
@@ -100,32 +106,39 @@ class Mean(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """The arguments that this mean goes together with."""
+        """What this mean can be combined with."""
 
     @abstractmethod
     def init(self, params: PyTree) -> PyTree:
-        """Return the state before the first call, for arrays like `params`; () without one."""
+        """Return the state before the first call of `mean`, or () if the mean keeps none.
+
+        Args:
+          params: arrays with the shapes and dtypes of the `updates`.
+        """
 
     @abstractmethod
     def mean(self, updates: PyTree, extra: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        """Return the means of `updates`, those of `extra`, and the new state.
+        """Return (means of `updates`, means of `extra`, new state).
 
-        **Collective:** every rank along the axis calls it, with the same structure and shapes.
+        **Collective:** every rank along the axis calls it, with the same structure, shapes and
+        dtypes. **Communication:** see each class.
 
         Args:
-          updates: this rank's tree, such as its gradients.
-          extra: what is reduced by `traits.loss_op` whichever way the mean is formed: a loss, or a
-            weight. Where it can, it travels in the message of `updates`; () sends nothing.
-          state: that of the last call, or of `init`.
+          updates: this rank's tree, such as its gradients. Its means have the same structure, and
+            are equal on the ranks along the axis unless the class says otherwise.
+          extra: a second tree of this rank, such as the loss or a weight. It is always reduced by
+            `traits.loss_op`, without codec, shards or coefficients, and in the message of `updates`
+            where that is possible. () sends nothing.
+          state: the state that the last call returned, or that of `init`.
         """
 
     @final
     def by(self, weight: Weight | None, empty: float = 0.0) -> "Mean":
-        """Return the mean that is weighted, or this one if there is no weight.
+        """Return the weighted form of this mean, or this mean if there is no weight.
 
         Args:
           weight: the weight of this rank, or None.
-          empty: the result if all weights are 0.
+          empty: the value of all results if the weights of all ranks are 0.
         """
         return self if weight is None else Weighted(self, weight, empty)
 
@@ -133,7 +146,19 @@ class Mean(ABC):
     def average(
         self, updates: PyTree, extra: PyTree, weight: Weight | None, state: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Return what `mean` does; if there is a weight, weighted, and in the dtypes of the trees.
+        """Return (means of `updates`, means of `extra`, new state), weighted if there is a weight.
+
+        Weighted means are rounded to the dtypes of `updates` and `extra`.
+
+        **Collective:** as `mean`. All ranks pass a weight, or none does.
+        **Communication:** that of `mean`. A weight travels with `extra`; see `check_total` for what
+        an eager call sends to check it.
+
+        Args:
+          updates: as in `mean`.
+          extra: as in `mean`.
+          weight: the weight of this rank, or None.
+          state: as in `mean`.
 
         Raises:
           ValueError: the weight is wrong, as in `Weighted`.
@@ -149,11 +174,14 @@ class Mean(ABC):
 
     @final
     def check(self, weight: Weight | None, functions: Sequence[str]) -> None:
-        """Raise a ValueError for arguments of `update` that do not go together with this mean.
+        """Check that this mean can be combined with the arguments of an `update`.
 
         Args:
           weight: the weight that `update` got, or None.
-          functions: the names of the functions that it got.
+          functions: the names of the callables that `update` got, such as "value_fn".
+
+        Raises:
+          ValueError: it cannot be combined with one of them.
         """
         argument = self.traits.argument
         if weight is not None and not self.traits.weights:
@@ -182,8 +210,8 @@ class Mean(ABC):
 class Allreduce(Mean):
     """The mean of the ranks' trees, or another reduction, leaf by leaf, on every rank.
 
-    **Communication:** that of `tree_allreduce`; for "mean" and "sum", `extra` is in the same
-    message.
+    **Communication:** that of `tree_allreduce`. For "mean" and "sum", `extra` travels in the same
+    message; for the other ops, in a second allreduce.
     """
 
     function: str
@@ -204,9 +232,12 @@ class Allreduce(Mean):
 
     def mean(self, updates: PyTree, extra: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         caller = Caller(self.function)
-        if not jax.tree.leaves(extra):  # errors name a leaf of the updates by its path
+        # Without extra, send the tree as it is: errors then name the path of a leaf in it, and not
+        # in a pair of trees.
+        if not jax.tree.leaves(extra):
             return caller.allreduce(updates, self.op, axis=self.axis), extra, state
-        if self.op == self.traits.loss_op:  # one message
+        # Both trees have the same reduction: they share a message.
+        if self.op == self.traits.loss_op:
             means, extra = caller.allreduce((updates, extra), self.op, axis=self.axis)
             return means, extra, state
         means = caller.allreduce(updates, self.op, axis=self.axis)
@@ -216,12 +247,14 @@ class Allreduce(Mean):
 @final
 @dataclass(frozen=True)
 class ReduceScatter(Mean):
-    """The mean of the ranks' trees in shards, one on each rank.
+    """The mean of the ranks' trees, of which each rank gets its shard.
 
-    The leaves of `updates` are stacks of all shards, `[size, ...]`, as `all_shards` makes them, and
-    each becomes this rank's shard. `extra` becomes its whole mean.
+    The leaves of `updates` are stacks of all shards, `[size, *shard]`, as `all_shards` makes them.
+    Each becomes this rank's shard of the mean, `[*shard]`. `extra` becomes its whole mean, which is
+    equal on the ranks.
 
-    **Communication:** (p-1)/p of the bytes of `updates`, and an allreduce of `extra`.
+    **Communication:** a reduce_scatter, which sends (p-1)/p of the bytes of `updates` per rank, and
+    an allreduce of `extra`.
     """
 
     function: str
@@ -245,25 +278,30 @@ class ReduceScatter(Mean):
 
 @final
 class Weighted(Mean):
-    """A weighted mean, Σ_r w_r·x_r / Σ_r w_r, formed as the mean of w·x over the mean of w.
+    """A weighted mean, formed by another mean as the mean of w·x divided by the mean of w.
 
-    The weight of a rank is its number of samples or tokens. There is one rule for every function
-    that takes a weight:
+        Σ_r w_r·x_r / Σ_r w_r = ((1/p) · Σ_r w_r·x_r) / ((1/p) · Σ_r w_r)
 
-    - It is one real number of Python, NumPy or JAX: an integer, a float or a boolean; finite, and 0
-      or more. Called eagerly, any other weight of any rank is a ValueError on every rank. In traced
-      code the value of a weight is not known: a negative, infinite or NaN weight makes all results
-      NaN, on every rank.
+    The weight of a rank is its number of samples or tokens. These rules hold for every function of
+    jaxmpi that takes a weight:
+
+    - A weight is one real number of Python, NumPy or JAX: an integer, a float or a boolean; finite,
+      and 0 or more. In an eager call, any other weight of any rank is a ValueError on every rank.
+      In traced code the value of a weight is not known: a negative, infinite or NaN weight makes
+      all results NaN, on every rank.
     - A rank with weight 0 does not count, whatever its values are, NaN included.
     - If all weights are 0 there is no mean. Gradients are then 0, and metrics NaN; the state stays
       as it was.
     - All ranks pass a weight, or none does.
-    - Products, sums and results have 32 bits at least, the weight the widest dtype of the values.
+    - Products, sums and results have 32 bits at least. The weight has the widest real dtype among
+      those of the values, 32 bits at least.
+
+    **Communication:** that of `inner`, with the weight in its `extra`; see also `check_total`.
 
     Args:
-      inner: forms the means of the products and of the weight, which is part of its `extra`.
+      inner: forms the means of the products and of the weight.
       weight: the weight of this rank.
-      empty: the result if all weights are 0.
+      empty: the value of all results if all weights are 0.
     """
 
     def __init__(self, inner: Mean, weight: Weight, empty: float = 0.0) -> None:
@@ -279,57 +317,81 @@ class Weighted(Mean):
 
     def mean(self, updates: PyTree, extra: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         w, problem = as_weight(self.function, self.weight, (updates, extra))
-        form = _weighted(self.inner, self.empty)
-        # On one rank a codec does not run.
+        # On one rank a codec does not run, so its weighted mean may be one program as well.
         if self.inner.traits.one_program or self._size() == 1:
-            form = _weighted_program(self.inner, self.empty)
-        total, means, extra, state = form(w, updates, extra, state)
-        check_total(self.function, total, problem, self.axis)
+            weighted_means = _weighted_program(self.inner, self.empty)
+        else:
+            weighted_means = _weighted(self.inner, self.empty)
+        mean_weight, means, extra, state = weighted_means(w, updates, extra, state)
+        check_total(self.function, mean_weight, problem, self.axis)
         return means, extra, state
 
     def _size(self) -> int:
         return axis_size(self.axis, session.current(self.function))
 
 
+# (mean weight, weighted means of the updates, weighted means of the extra, state)
 WeightedTrees: TypeAlias = tuple[jax.Array, PyTree, PyTree, PyTree]
 
 
 def _weighted(inner: Mean, empty: float) -> Callable[..., WeightedTrees]:
-    """Return a function for the mean weight, the weighted means and the state of `inner`."""
+    """Return a function (w, updates, extra, state) -> `WeightedTrees`; `inner` forms the means."""
 
-    def form(w: jax.Array, updates: PyTree, extra: PyTree, state: PyTree) -> WeightedTrees:
+    def weighted_means(
+        w: jax.Array, updates: PyTree, extra: PyTree, state: PyTree
+    ) -> WeightedTrees:
+        # w·x, and w itself, which travels with the extra
         products = scaled(inner.function, updates, w)
-        sent = (w, scaled(inner.function, extra, w))
-        means, (total, extra_means), after = inner.mean(products, sent, state)
+        extra_products = scaled(inner.function, extra, w)
+        means, (mean_weight, extra_means), new_state = inner.mean(
+            products, (w, extra_products), state
+        )
+        # mean of w·x / mean of w; without any sample, the state of the codec does not change
         return (
-            total,
-            _divided(inner.function, means, total, empty),
-            _divided(inner.function, extra_means, total, empty),
-            jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), after, state),
+            mean_weight,
+            _divided(inner.function, means, mean_weight, empty),
+            _divided(inner.function, extra_means, mean_weight, empty),
+            jax.tree.map(lambda new, old: jnp.where(mean_weight != 0, new, old), new_state, state),
         )
 
-    return form
+    return weighted_means
 
 
 @cache
 def _weighted_program(inner: Mean, empty: float) -> Callable[..., WeightedTrees]:
-    """Return `_weighted` as one program if it is called eagerly, which the cache keeps."""
+    """Return `_weighted` as a function that is compiled as one program if it is called eagerly.
+
+    `anywhere` holds the compiled programs, and the cache holds what it returns.
+    """
     return anywhere(_weighted(inner, empty), inner.function, sends=True)
 
 
 def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, str]:
-    """Return a weight in the dtype of the sums of `tree`, and the problem with it ("" if none).
+    """Return (weight as an array, problem with the weight as text or "" if there is none).
 
-    A wrong weight is returned as NaN, which reaches the other ranks in the mean of the weights.
+    If several ranks run eagerly, only this rank may know that its weight is wrong. It must not
+    raise alone, because the other ranks would wait for it in the next collective. So a wrong weight
+    becomes NaN, which reaches all ranks in the mean of the weights: call `check_total` on it.
+
+    Args:
+      function: the name in the error.
+      weight: the weight of this rank.
+      tree: the values to weight. The weight gets the widest real dtype of its floats, 32 bits at
+        least.
 
     Raises:
-      ValueError: the weight is wrong, and no other rank has to know: on one rank, or in traced
-        code, where all ranks trace the same.
+      ValueError: the weight is wrong, on one rank, or in traced code, where all ranks trace the
+        same and so all of them raise.
     """
-    dtype = widest(*(jnp.finfo(x.dtype).dtype for x in map(_array, _leaves(tree)) if _inexact(x)))
-    problem = _problem(weight)
+    real_dtypes = []  # a complex number is multiplied by a real weight
+    for leaf in jax.tree.leaves(tree, is_leaf=is_per_rank):
+        x = leaf.stack if isinstance(leaf, PerRank) else leaf
+        if _is_inexact(x):
+            real_dtypes.append(jnp.finfo(x.dtype).dtype)
+    dtype = widest(*real_dtypes)
+    problem = _weight_problem(weight)
     if problem and (session.size() == 1 or _jaxcompat.tracing()):
-        raise ValueError(_message(function, problem))
+        raise ValueError(_weight_error(function, problem))
     if problem:
         return jnp.full((), jnp.nan, dtype), problem
     if isinstance(weight, jax.core.Tracer):
@@ -341,42 +403,65 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
 
 
 def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS) -> None:
-    """Raise a ValueError on all ranks if the weight of any rank was wrong: `total` is then NaN.
+    """Check the weights of all ranks after an eager call; do nothing in traced code.
+
+    **Collective:** every rank calls it, those of all groups along an axis included.
+    **Communication:** with an axis, an allreduce of one number over all ranks; and before it
+    raises, an allgather of the texts.
 
     Args:
       function: the name in the error.
-      total: the mean of the weights; nothing is raised in traced code.
+      total: the mean or sum of the weights of the ranks along the axis. It is not finite if the
+        weight of any of them was wrong, or if the weights are too large to be added.
       problem: the problem with the weight of this rank, from `as_weight`.
-      axis: the axis of the mean; the ranks of all groups raise.
+      axis: the axis of the mean.
+
+    Raises:
+      ValueError: on all ranks, `total` is not finite.
     """
     if isinstance(total, jax.core.Tracer):
         return
-    total = total if axis == AXIS else Caller(function).allreduce(total, op="sum")
+    # The ranks of the other groups have another total, and must raise as well: add all totals.
+    if axis != AXIS:
+        total = Caller(function).allreduce(total, op="sum")
     if np.isfinite(np.asarray(total)).all():
         return
     problems = session.current(function).allgather_object(problem)
     ranks = [rank for rank, found in enumerate(problems) if found]
-    raise ValueError(
-        _message(function, problems[ranks[0]], ranks)
-        if ranks
-        else _message(function, "is too large for a sum")
-    )
+    if not ranks:
+        raise ValueError(_weight_error(function, "is too large for a sum"))
+    raise ValueError(_weight_error(function, problems[ranks[0]], ranks))
 
 
 def scaled(function: str, tree: PyTree, w: jax.Array) -> PyTree:
-    """Return `tree` times a weight, in 32 bits at least; zero for weight zero, even of NaN."""
-    return map_floats(
-        function,
-        lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))),
-        tree,
+    """Return w·x for each leaf x of `tree`, in 32 bits at least.
+
+    For w = 0 it is 0, even of NaN: a rank without samples has a mean over nothing.
+
+    Raises:
+      TypeError: a leaf of integers or booleans, with its path.
+    """
+
+    def multiply(x: jax.Array) -> jax.Array:
+        dtype = wide(x.dtype)
+        return jnp.where(w == 0, 0, x.astype(dtype) * w.astype(dtype))
+
+    return map_floats(function, multiply, tree)
+
+
+def _divided(function: str, means: PyTree, mean_weight: jax.Array, empty: float) -> PyTree:
+    """Return mean of w·x / mean of w, for each leaf.
+
+    It is `empty` if the mean weight is 0, and NaN if the mean weight is not finite.
+    """
+    has_samples = mean_weight != 0
+    # The divisor is never 0, so that no NaN arises in the branch that `where` does not select.
+    divisor = jnp.where(
+        has_samples & jnp.isfinite(mean_weight), mean_weight, jnp.where(has_samples, jnp.nan, 1)
     )
-
-
-def _divided(function: str, means: PyTree, total: jax.Array, empty: float) -> PyTree:
-    """Return means of products / mean of weights; `empty` if it is zero, NaN if not finite."""
-    some = total != 0
-    safe = jnp.where(some & jnp.isfinite(total), total, jnp.where(some, jnp.nan, 1))
-    return map_floats(function, lambda x: jnp.where(some, x / safe.astype(x.dtype), empty), means)
+    return map_floats(
+        function, lambda x: jnp.where(has_samples, x / divisor.astype(x.dtype), empty), means
+    )
 
 
 def _rounded(function: str, means: PyTree, like: PyTree) -> PyTree:
@@ -384,10 +469,14 @@ def _rounded(function: str, means: PyTree, like: PyTree) -> PyTree:
     return map_floats(function, lambda mean, x: mean.astype(x.dtype), means, like)
 
 
-def _problem(weight: Weight) -> str:
-    """Return the problem with a weight as text; "" if there is none, or it is not known yet."""
+def _weight_problem(weight: Weight) -> str:
+    """Return the problem with a weight, such as "is -1.0".
+
+    It is "" if there is none. The value of a traced weight is not known, so only its shape and
+    dtype are checked.
+    """
     x = weight.stack if isinstance(weight, PerRank) else weight
-    if isinstance(x, int):
+    if isinstance(x, int):  # it may be too large for float64
         return "" if 0 <= x < 2**1023 else f"is {x}"[:80]
     try:
         shape, dtype = jnp.shape(x), jnp.result_type(x)
@@ -408,7 +497,8 @@ def _problem(weight: Weight) -> str:
     return f"is {wrong[0]}" if wrong.size else ""
 
 
-def _message(function: str, problem: str, ranks: list[int] | None = None) -> str:
+def _weight_error(function: str, problem: str, ranks: list[int] | None = None) -> str:
+    """Return the text of the error for a wrong weight; `ranks` are those that passed one."""
     where = f"; {in_words(ranks)} did not" if ranks else ""
     return (
         f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number "
@@ -416,13 +506,6 @@ def _message(function: str, problem: str, ranks: list[int] | None = None) -> str
     )
 
 
-def _leaves(tree: PyTree) -> list[ArrayLike | PerRank]:
-    return jax.tree.leaves(tree, is_leaf=is_per_rank)
-
-
-def _array(x: ArrayLike | PerRank) -> ArrayLike:
-    return x.stack if isinstance(x, PerRank) else x
-
-
-def _inexact(x: ArrayLike) -> bool:
-    return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
+def _is_inexact(x: ArrayLike) -> bool:
+    """Return whether x has real or complex floats."""
+    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)

@@ -1,4 +1,17 @@
-"""ZeRO-1: `sharded`, an optimizer whose state is in shards, one on each rank."""
+"""ZeRO-1: `sharded`, an optimizer whose state is in shards, one on each rank.
+
+One `update`, for the parameters θ and gradients g_r of rank r:
+
+    g       shard of (1/p) · Σ_r g_r      reduce_scatter
+    u       shard of inner's updates      `on_shards`: `inner`, evaluated on shards
+    u       whole updates                 allgather
+
+and with `master_dtype`, for the shard m of the master copy:
+
+    m       m + u                         on this rank
+    q       whole m, rounded              allgather, in the dtype of θ
+    u       the update from θ to q        `update_to`
+"""
 
 from functools import partial
 
@@ -48,10 +61,11 @@ def sharded(
 ) -> optax.GradientTransformationExtraArgs:
     """Do what `distributed(inner)` does, with 1/p of the optimizer's state on each rank.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020): each rank gets its shard of the mean of the gradients
-    (reduce_scatter), computes the updates of that shard with `inner`, and sends them to all
-    (allgather). An array of n numbers is padded to p equal shards of ⌈n/p⌉. Arrays of the state
-    with the shape of a parameter are sharded; the others are equal on all ranks.
+    ZeRO stage 1 (Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion
+    parameter models"): each rank gets its shard of the mean of the gradients (reduce_scatter),
+    computes the updates of that shard with `inner`, and sends them to all (allgather). An array of
+    n numbers is padded to p equal shards of ⌈n/p⌉. Arrays of the state with the shape of a
+    parameter are sharded; the others are equal on all ranks.
 
     Except for rounding, the result is that of `distributed(inner)`, whatever `inner` is: it is
     traced on whole arrays, and its equations are evaluated on shards. Elementwise equations (SGD,
@@ -63,9 +77,11 @@ def sharded(
 
     **Collective:** every rank calls `init`, with equal parameters: called eagerly, it compares
     checksums of them. Every rank calls `update`, with the same structure, shapes and dtypes, and
-    with parameters. **Communication:** the bytes of a mean, in a reduce_scatter of the gradients
-    and an allgather of the updates; and the messages of `inner`, as above: `jaxmpi.explain` lists
-    them. `init` sends 16 bytes.
+    with parameters.
+    **Communication:** `update` sends the bytes of a mean, in a reduce_scatter of the gradients and
+    an allgather of the updates, 2 (p-1)/p of their bytes per rank; scalars and the weight in an
+    allreduce; and the messages of `inner`, as above: `jaxmpi.explain` lists them. `init`, called
+    eagerly, sends 16 bytes.
 
     Args:
       inner: an optax transform.
@@ -77,24 +93,29 @@ def sharded(
         takes no callables such as `value_fn`. After `average_gradients` over the other axes all
         ranks train one model, and the state is sharded within each group.
 
+    Returns:
+      An optax transform. Its state is a `ShardedState`, its updates are whole arrays, equal on the
+      ranks along the axis.
+
     Raises:
-      ValueError: a state was made for another number of ranks, or another axis; `update` gets no
-        parameters; gradients have other shapes than the parameters, such as those of single
-        samples; weights as in `distributed`; an axis is unknown, or given with a callable.
+      ValueError: an unknown axis; parameters that are in shards of `fully_shard` already; a state
+        was made for another number of ranks, or another axis; `update` gets no parameters, or a
+        callable with an axis; gradients of single samples, which have one axis more than the
+        parameters; weights as in `distributed`.
       TypeError: `inner` is no optax transform; a leaf of integers, with its path.
       RuntimeError: `update` is called outside of a step under `simulate`.
       RankMismatchError: on every rank, the parameters of `init` are not equal on the ranks along
-        the axis.
+        the axis, with the path of a leaf and the ranks.
     """
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
-    make = partial(make_shard, axis=axis)
+    shard_along = partial(make_shard, axis=axis)  # (value, shape of the whole array, whole array)
     mean = ReduceScatter("sharded", axis)
 
     def shard_of_whole(x: jax.Array) -> Shard | jax.Array:
-        return make(local_shard(x, axis=axis), jnp.shape(x), x)
+        return shard_along(local_shard(x, axis=axis), jnp.shape(x), x)
 
-    def start(params: PyTree) -> ShardedState:
+    def make_state(params: PyTree) -> ShardedState:
         if master_dtype is not None:
             params = map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
         shards = jax.tree.map(shard_of_whole, params)
@@ -102,14 +123,14 @@ def sharded(
         master = () if master_dtype is None else with_shards(shards, params, axis)
         return ShardedState((state, master), StateLayout(size_along(axis), axis))
 
-    started = anywhere(start, "sharded")
+    make_state_anywhere = anywhere(make_state, "sharded")
 
     def init(params: PyTree) -> ShardedState:
         check_shard_axis("sharded", axis)
         refuse_shards("sharded", params)
-        map_floats("sharded", lambda x: x, params)
+        map_floats("sharded", lambda x: x, params)  # refuses a leaf of integers
         check_equal("sharded.init", params, axis)
-        state: ShardedState = started(params)
+        state: ShardedState = make_state_anywhere(params)
         return state
 
     def update(
@@ -128,60 +149,72 @@ def sharded(
         check_state_ranks("sharded", state, axis)
         check_in_step("sharded")
         check_shapes("sharded", updates, params)
-        over = "" if axis == AXIS else f" axis={axis}"
+        # The ranks compare this text: all must have the same arguments of `sharded`.
+        along = "" if axis == AXIS else f" axis={axis}"
         updates = with_parameters(
-            updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{over}"
+            updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{along}"
         )
         extra = ExtraArgs(extra_args, updates)
         mean.check(weight, [*extra.functions])
-        # the parameters as `inner` gets them: this rank's shards of them, or of the master copy
+        # 1. The parameters, as `inner` gets them: shards of the parameters, or of the master copy.
         if master_dtype is None:
-            params_here = map_floats("sharded", shard_of_whole, params)
+            param_shards = map_floats("sharded", shard_of_whole, params)
         else:
-            params_here = map_floats(
+            param_shards = map_floats(
                 "sharded",
-                lambda x, m: make(m, x.shape) if x.shape else _mark_equal(m, axis),
+                lambda x, m: shard_along(m, x.shape) if x.shape else _mark_equal(m, axis),
                 params,
                 shards_of(state.parts[1]),
             )
-        # the gradients: this rank's shards of their mean (reduce_scatter)
-        means, local = _shards_of_means(mean, updates, extra.local, weight)
+        # 2. Shards of the means (reduce_scatter): of the gradients, of `value` and of `grad`.
+        means, local_means = _shards_of_means(mean, updates, extra.local, weight)
         grads = map_floats(
-            "sharded", lambda g, x: make(x.astype(master_dtype or g.dtype), g.shape), updates, means
+            "sharded",
+            lambda g, x: shard_along(x.astype(master_dtype or g.dtype), g.shape),
+            updates,
+            means,
         )
-        local = map_floats("sharded", lambda x, shard: make(shard, x.shape), extra.local, local)
-        # one step of `inner` on shards
-        before = jax.tree.map(partial(_as_shard, axis), state.parts[0], is_leaf=is_sharded_array)
-        args = extra.reduced(grads, local, mean, weight)
+        averaged = map_floats(
+            "sharded", lambda x, y: shard_along(y, x.shape), extra.local, local_means
+        )
+        # 3. One step of `inner`, evaluated on shards.
+        inner_state = jax.tree.map(
+            partial(_as_shard, axis), state.parts[0], is_leaf=is_sharded_array
+        )
+        args = extra.reduced(grads, averaged, mean, weight)
+        inner_state, inner_params = extra.mark_equal((inner_state, param_shards))
         step = lambda grads, state, params, args: inner.update(grads, state, params, **args)
-        steps, after = on_shards(step, grads, *extra.marked((before, params_here)), args, axis=axis)
-        after = with_shards(after, params, axis)
+        steps, inner_state = on_shards(step, grads, inner_state, inner_params, args, axis=axis)
+        inner_state = with_shards(inner_state, params, axis)
+        # 4. Without a master copy: the updates of all shards go to all ranks (allgather).
         if master_dtype is None:
-            # the updates go to all ranks (allgather)
             updates = _mark_per_group(_gather_all(steps), axis)
-            return updates, ShardedState((after, ()), state.layout)
-        # This rank's shard of the master copy is updated, rounded, and sent to all ranks.
+            return updates, ShardedState((inner_state, ()), state.layout)
+        # 4. With a master copy: each rank updates its shard of it, rounds the result, and sends it
+        #    to all ranks (allgather). The parameters become the rounded master copy.
         master = jax.tree.map(
-            lambda x: shard_value(x) if is_shard(x) else x, params_here, is_leaf=is_shard
+            lambda x: shard_value(x) if is_shard(x) else x, param_shards, is_leaf=is_shard
         )
-        steps_here = jax.tree.map(lambda x: shard_value(x, axis), steps, is_leaf=is_shard)
-        master = optax.apply_updates(master, steps_here)
+        step_shards = jax.tree.map(lambda x: shard_value(x, axis), steps, is_leaf=is_shard)
+        master = optax.apply_updates(master, step_shards)
         rounded = map_floats(
-            "sharded", lambda m, p: make(m.astype(p.dtype), p.shape), master, params
+            "sharded", lambda m, p: shard_along(m.astype(p.dtype), p.shape), master, params
         )
-        targets = _gather_all(rounded)
+        new_params = _mark_per_group(_gather_all(rounded), axis)
         master = with_shards(
-            map_floats("sharded", lambda m, p: make(m, p.shape), master, params), params, axis
+            map_floats("sharded", lambda m, p: shard_along(m, p.shape), master, params),
+            params,
+            axis,
         )
 
-        def update_to_master(x: jax.Array, to: jax.Array) -> jax.Array:
+        def update_to_master(x: jax.Array, new: jax.Array) -> jax.Array:
             # in the dtype of the master copy, so that the sum is exact for short floats wherever
             # it is computed
             dtype = widest(x.dtype, master_dtype)
-            return update_to(x.astype(dtype), to.astype(dtype))
+            return update_to(x.astype(dtype), new.astype(dtype))
 
-        out = map_floats("sharded", update_to_master, params, _mark_per_group(targets, axis))
-        return out, ShardedState((after, master), state.layout)
+        out = map_floats("sharded", update_to_master, params, new_params)
+        return out, ShardedState((inner_state, master), state.layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -189,9 +222,10 @@ def sharded(
 def _shards_of_means(
     mean: ReduceScatter, updates: PyTree, local: dict[str, PyTree], weight: Weight | None
 ) -> tuple[PyTree, PyTree]:
-    """Return this rank's shards of the means of the gradients, and of `value` and `grad`.
+    """Return this rank's shards of the means of `updates`, and of `local`: of `value` and `grad`.
 
-    A scalar has no shards: its mean is an allreduce, so that it has the same bits on all ranks.
+    Both trees share their messages: all arrays are in the reduce_scatter. A scalar has no shards:
+    its mean is an allreduce, so that it has the same bits on all ranks.
     """
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
     size = size_along(mean.axis)
@@ -199,7 +233,7 @@ def _shards_of_means(
         means, _, _ = Allreduce("sharded", axis=mean.axis).average(updates, (), weight, ())
         return means, local
     leaves, treedef = jax.tree.flatten((updates, local))
-    stacks, scalars = {}, {}
+    stacks, scalars = {}, {}  # by the index of the leaf
     for i, x in enumerate(leaves):
         if getattr(x, "dtype", None) == jax.dtypes.float0:  # it stays as it is
             continue
@@ -210,32 +244,33 @@ def _shards_of_means(
     shards, scalars, _ = mean.by(weight).mean(stacks, scalars, ())
     for i, x in (shards | scalars).items():
         leaves[i] = x
-    means, local = treedef.unflatten(leaves)
-    return means, local
+    means, local_means = treedef.unflatten(leaves)
+    return means, local_means
 
 
 def _as_shard(axis: Axis, x: ShardedArray | jax.Array) -> PyTree:
-    """Return a node of the state as `inner` gets it: a `Shard`, or a whole array."""
-    if isinstance(x, ShardedArray):  # an nnx variable may be around the array
+    """Return a node of the state as `inner` gets it: a `Shard`, or an array equal on all ranks."""
+    if isinstance(x, ShardedArray):  # its shard may be in an nnx variable
         return jax.tree.map(lambda value: make_shard(value, x.of, axis=axis), x.shard)
     return _mark_equal(x, axis)
 
 
 def _mark_equal(x: jax.Array, axis: Axis) -> jax.Array:
-    """Mark an array of the state that is not a shard as equal on all ranks of the axis.
+    """Mark an array of the state that is not a shard as equal on all ranks.
 
-    Without the mark the analysis takes it as different, as all of a `ShardedState`.
+    Without the mark the analysis assumes that it differs, as any leaf of a `ShardedState` may. Over
+    an axis it is equal within each group only, and gets no mark.
     """
     return x if session.size() == 1 or axis != AXIS else equal_on_all_ranks(x)
 
 
 def _mark_per_group(updates: PyTree, axis: Axis) -> PyTree:
-    """Mark updates over an axis as different on purpose: the groups along it may differ."""
+    """Mark updates over an axis as different on purpose: each group may have its updates."""
     return updates if axis == AXIS else may_differ(updates)
 
 
 def _gather_all(tree: PyTree) -> PyTree:
-    """Return the tree with whole arrays for its shards."""
+    """Return the tree with a whole array for each `Shard`, gathered by one allgather."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     sharded = [i for i, x in enumerate(leaves) if is_shard(x)]
     for i, gathered in zip(sharded, gather_shards([leaves[i] for i in sharded]), strict=True):
