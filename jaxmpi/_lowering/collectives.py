@@ -3,7 +3,8 @@
 An axis of `init(axes=...)` is a partition of the ranks into groups. Once a function is traced, and
 so differentiated, a collective over "island" is the same collective over "ranks" with
 `axis_index_groups`. Later steps know only these (`over_all_ranks`). `translate` returns the call of
-such a collective, and what is done to its operand before and to its result afterwards.
+a transport for such a collective, and the functions to apply to its operand before the call and to
+its result after it.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -37,9 +38,12 @@ Axes = Mapping[str, int]
 
 
 def has_groups(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is over other axes than AXIS, or within groups of numbers."""
-    given = eqn.params.get("axis_index_groups")
-    return axis_names(eqn) != (AXIS,) or (given is not None and not isinstance(given, Groups))
+    """Return whether an equation is over other axes than AXIS, or within groups that users gave.
+
+    Groups of the type `Groups` come from `over_all_ranks`, and need no further step.
+    """
+    groups = eqn.params.get("axis_index_groups")
+    return axis_names(eqn) != (AXIS,) or (groups is not None and not isinstance(groups, Groups))
 
 
 def coordinate(eqn: JaxprEqn, axes: Axes) -> jax.Array:
@@ -50,6 +54,7 @@ def coordinate(eqn: JaxprEqn, axes: Axes) -> jax.Array:
         return rank
     _groups(eqn, axes)
     names = [axis for axis in axes if axis != AXIS]
+    # Ranks are numbered in row-major order over the axes.
     stride = 1
     for after in names[names.index(name) + 1 :]:
         stride *= axes[after]
@@ -62,14 +67,13 @@ def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
     root, groups = eqn.params[properties(eqn.primitive.name).root], _groups(eqn, axes)
     if len(groups[0]) == 1:
         return x
-    roots = [group[root] for group in groups]
-    within = _given(_any_order(groups))
-    is_root = (
-        jnp.isin(lax.axis_index(AXIS), jnp.array(roots, jnp.int32))
-        if within
-        else lax.axis_index(AXIS) == root
-    )
-    return from_root(is_root, lambda bits: lax.psum(bits, AXIS, axis_index_groups=within), x)
+    jax_groups = _groups_for_jax(_sorted_groups(groups))
+    if jax_groups is None:
+        is_root = lax.axis_index(AXIS) == root
+    else:
+        roots = [group[root] for group in groups]
+        is_root = jnp.isin(lax.axis_index(AXIS), jnp.array(roots, jnp.int32))
+    return from_root(is_root, lambda bits: lax.psum(bits, AXIS, axis_index_groups=jax_groups), x)
 
 
 def over_all_ranks(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[jax.Array]:
@@ -80,54 +84,63 @@ def over_all_ranks(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[j
         refuse_pairs(eqn, len(groups[0]))
         perm = tuple((group[p], group[q]) for group in groups for p, q in pairs)
         return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), perm=perm)
-    if op is Op.SEND_AHEAD:  # of which there is none within groups of one rank
-        given = _given(_any_order(groups) if eqn.params["op"] else groups)
-        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=given)
+    if op is Op.SEND_AHEAD:  # never within groups of one rank
+        jax_groups = _groups_for_jax(_sorted_groups(groups) if eqn.params["op"] else groups)
+        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=jax_groups)
     if len(groups[0]) == 1:
         with _jaxcompat.at_source(eqn):
-            return [_alone(eqn, xs[0])]
+            return [_within_one_rank(eqn, xs[0])]
     if op is not Op.ALLREDUCE:
-        bound = _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=_given(groups))
+        bound = _jaxcompat.bind(
+            eqn, xs, axis_name=(AXIS,), axis_index_groups=_groups_for_jax(groups)
+        )
     else:
         with _jaxcompat.at_source(eqn):
-            x = _reduced(eqn, xs[0])
+            x = _reduce_vmap_axes(eqn, xs[0])
         bound = _jaxcompat.bind(
-            eqn, [x], axes=(AXIS,), axis_index_groups=_given(_any_order(groups))
+            eqn, [x], axes=(AXIS,), axis_index_groups=_groups_for_jax(_sorted_groups(groups))
         )
     return bound
 
 
-def _any_order(groups: Groups) -> Groups:
-    """Return the groups with sorted ranks, for a sum."""
+def _sorted_groups(groups: Groups) -> Groups:
+    """Return the groups with sorted ranks, for a reduction, whose result is equal in any order."""
     return Groups.of([sorted(group) for group in groups], groups.name)
 
 
-def _given(groups: Groups) -> Groups | None:
-    """Return the groups for JAX: None for all ranks in their order."""
+def _groups_for_jax(groups: Groups) -> Groups | None:
+    """Return the groups as JAX takes them: None for all ranks in their order."""
     return None if len(groups) == 1 and list(groups[0]) == sorted(groups[0]) else groups
 
 
 def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
+    """Return the groups of ranks that an equation communicates within.
+
+    `axis_index_groups` of an equation over an axis count along that axis.
+
+    Raises:
+      NameError, ValueError: as `refuse_names` and `refuse_groups` do.
+    """
     names = axis_names(eqn)
     refuse_names(eqn, names, axes)
     groups, inner = groups_along(axes, names), eqn.params.get("axis_index_groups")
     if inner is None or isinstance(inner, Groups):
         return inner or groups
     refuse_groups(eqn, inner, len(groups[0]))
-    return Groups.of([[group[i] for i in part] for group in groups for part in inner])
+    return Groups.of([[group[i] for i in subset] for group in groups for subset in inner])
 
 
-def _reduced(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+def _reduce_vmap_axes(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """Reduce over the axes of a `vmap` inside, which are numbers."""
     dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
     return LOCAL_REDUCE[reduction_of(eqn)](x, dims).astype(x.dtype) if dims else x
 
 
-def _alone(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+def _within_one_rank(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """Carry out a collective within groups of one rank, which sends nothing."""
     op, params = op_of(eqn), eqn.params
     if op is Op.ALLREDUCE:
-        return _reduced(eqn, x)
+        return _reduce_vmap_axes(eqn, x)
     if op is Op.ALL_GATHER and not params["tiled"]:
         return lax.expand_dims(x, (params["all_gather_dimension"],))
     if op is Op.REDUCE_SCATTER and not params["tiled"]:
@@ -142,41 +155,52 @@ Array = jax.Array
 
 
 class Translation(NamedTuple):
-    """A collective of JAX: y = after(call(before(x))), or after(call(before(x, rank)))."""
+    """A collective of JAX as a call of a transport: y = after(call(before(x))).
+
+    Attributes:
+      call: the collective of the transport.
+      before: makes the operand that is sent.
+      after: makes the result of JAX's collective.
+      needs_rank: whether `before` also takes this rank's number: y = after(call(before(x, rank))).
+    """
 
     call: Collective
     before: Callable[..., Array]
     after: Callable[[Array], Array]
     needs_rank: bool = False
 
-    def operand(self, aval: ShapedArray) -> ShapedArray | jax.ShapeDtypeStruct:
-        """Shape and dtype of `before(x)`, for x like `aval`."""
-        if self.before is _same:
+    def operand_type(self, aval: ShapedArray) -> ShapedArray | jax.ShapeDtypeStruct:
+        """Return shape and dtype of the operand that is sent for x like `aval`."""
+        if self.before is _identity:
             return aval
         return jax.eval_shape(
-            lambda x: self.carried(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            lambda x: self.operand(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         )
 
-    def carried(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
-        """Return the operand of the collective for x on this rank."""
+    def operand(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
+        """Return the operand that is sent for x on this rank."""
         return self.before(x, rank()) if self.needs_rank else self.before(x)
 
 
 def translate(eqn: JaxprEqn, size: int) -> Translation:
-    """Return the call for an equation of kind "collective" on `size` ranks.
+    """Return the call of a transport for an equation of kind "collective".
+
+    Args:
+      eqn: over AXIS alone, within groups if it has some.
+      size: the number of ranks.
 
     Raises:
       NotImplementedError, TypeError, ValueError: as `refuse` does.
     """
-    call, before, after, _ = plain = _translate(eqn, size)
+    call, before, after, _ = translation = _translate(eqn, size)
     key = eqn.invars[0].aval
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return plain
+        return translation
     impl: list[Hashable] = []
     jax.eval_shape(
         lambda x: impl.append(jax.random.key_impl(x)), jax.ShapeDtypeStruct(key.shape, key.dtype)
     )
-    # keys travel as their data, whose axes come last
+    # Keys travel as their integers, whose axes come last, so the axes of the collective stay.
     return Translation(
         call,
         lambda x: before(jax.random.key_data(x)),
@@ -191,10 +215,10 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
     reduction = reduction_of(eqn)
     size = len(groups[0]) if groups else size
     if op is Op.ALLREDUCE:
-        # axes of a vmap inside, over the same name
+        # JAX reduces over the axes of a vmap, which are numbers, in the same equation.
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
-        before = partial(_reduce, reduction, dims) if dims else _same
-        # which no transport orders
+        before = partial(_reduce, reduction, dims) if dims else _identity
+        # No transport orders complex numbers: gather them, and compare here.
         if reduction != "sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):
             return Translation(
                 Collective("allgather", groups=groups),
@@ -202,19 +226,23 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
                 lambda y: _reduce(reduction, (0,), y),
             )
         return Translation(
-            Collective("allreduce", op=params.get("op", reduction), groups=groups), before, _same
+            Collective("allreduce", op=params.get("op", reduction), groups=groups),
+            before,
+            _identity,
         )
     if op is Op.PERMUTE:
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
-        return Translation(Collective("permute", pairs=pairs), _same, _same)
-    tiled = params["tiled"] if op is not Op.ALL_TO_ALL else True  # the primitive itself always is
+        return Translation(Collective("permute", pairs=pairs), _identity, _identity)
+    tiled = params["tiled"] if op is not Op.ALL_TO_ALL else True  # its primitive always is
     if op is Op.ALL_GATHER:
         call = Collective("allgather", groups=groups)
-        return Translation(call, _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
+        return Translation(
+            call, _identity, lambda y: _merge(y, params["all_gather_dimension"], tiled)
+        )
     if op is Op.REDUCE_SCATTER:
         call = Collective("reduce_scatter", op=params.get("op", "sum"), groups=groups)
         return Translation(
-            call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same
+            call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _identity
         )
     return Translation(
         Collective("alltoall", groups=groups),
@@ -223,7 +251,7 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
     )
 
 
-def _same(x: Array) -> Array:
+def _identity(x: Array) -> Array:
     return x
 
 

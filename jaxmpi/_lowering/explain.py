@@ -80,13 +80,15 @@ def table(
         )
         took = f"{seconds(each):.1e}" if seconds else ""
         times = "?" if entry.times is None else str(entry.times)
-        beside = f" ({entry.beside} overlapped with computation)" if entry.beside else ""
+        overlapped = (
+            f" ({entry.overlapped} overlapped with computation)" if entry.overlapped else ""
+        )
         rows.append(
             (
                 entry.name,
                 _arrays(entry),
                 _bytes(each.sent_bytes),
-                f"{each.messages}{beside}",
+                f"{each.messages}{overlapped}",
                 times,
                 where,
                 took,

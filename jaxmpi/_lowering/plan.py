@@ -1,11 +1,16 @@
 """Plan of a traced program: rounds of local computation, messages and loops, computed once.
 
-A value's level is the number of rounds of communication that it depends on. All collectives of one
-level are independent of each other, so the mean of a tree of 161 gradients is one message, and the
-number of rounds is that of the longest chain, which no other order can undercut.
+The level of a value is the number of rounds of communication that it depends on:
 
-`explain`, the facts that the ranks compare, and the rewriting for a transport read the plan, so
-that they cannot differ.
+    level(input) = 0
+    level(result) = max of level(operand) over the operands, + 1 if the equation communicates
+
+Round k computes the local equations of level k, and then carries out the collectives of level k.
+These are independent of each other, so the mean of a tree of 161 gradients is one message. The
+number of rounds is the length of the longest chain of collectives, the least that is possible.
+
+`explain`, the signature that the ranks compare, and the rewriting for a transport all read the
+plan, so that they cannot differ.
 """
 
 from collections import defaultdict
@@ -22,17 +27,17 @@ from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.messages import Group, Messages, groups_of, messages_of
+from jaxmpi._lowering.messages import CoalescedCall, Messages, coalesce, messages_of
 
 __all__ = ["Entry", "Plan", "Round", "entries_of", "plan_of"]
 
 
 class Round(NamedTuple):
-    """A round of a program, in the order of its execution.
+    """A round of a program; its fields are in the order of execution.
 
     Attributes:
       local: equations that send nothing.
-      messages: what is sent, at once or while the next round begins.
+      messages: the collectives of this level, some of which are started while `local` computes.
       ahead: equations that send a message for a later call of the program.
       loops: loops and branches that contain more messages.
     """
@@ -48,11 +53,11 @@ class Plan:
     """Plan of a jaxpr on a number of ranks.
 
     Attributes:
-      jaxpr: an opened program, or the inside of one of its loops.
+      jaxpr: an opened program, or a jaxpr inside of one of its loops.
       size: the number of ranks.
-      rounds: without local work that no output needs.
-      about_ranks: the kind of each equation that has to do with the ranks, by its id.
-      inside: the plans of its loops and branches, by the id of their jaxprs.
+      rounds: the rounds, without local equations that no output needs.
+      about_ranks: for the id of each equation that has to do with the ranks, its `classify.kind`.
+      inside: for the id of each jaxpr of a loop or branch that has to do with the ranks, its plan.
     """
 
     jaxpr: AnyJaxpr
@@ -67,7 +72,7 @@ class Plan:
         return any(each.loops for each in self.rounds)
 
     def of(self, jaxpr: AnyJaxpr) -> "Plan":
-        """Return the plan of a jaxpr inside."""
+        """Return the plan of a jaxpr of one of the loops and branches."""
         return self.inside[id(jaxpr)]
 
 
@@ -79,26 +84,33 @@ def plan_of(
     A collective is carried out whether its result is used or not: another rank may use it.
 
     Args:
-      jaxpr: of `trace.prepared`, after `means.fuse_means` where the program is final.
+      jaxpr: the result of `trace.prepared`, or of `means.fuse_means` where no derivative of the
+        program is taken later.
       size: the number of ranks.
-      combine: False where every collective is to stay a call of its own.
+      combine: False where every collective is to stay a call by itself.
       overlap: of the transport; None where all messages are carried out at once.
+
+    Raises:
+      NotImplementedError, TypeError, ValueError: a collective that is not supported, as in
+        `refuse.refuse`.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
-    about_ranks, not_sent = kinds(jaxpr), constant_sums(jaxpr)
+    about_ranks = kinds(jaxpr)
+    not_sent = constant_sums(jaxpr)  # every rank computes these from numbers that all know
     inside: dict[int, Plan] = {}
     for eqn in inner.eqns:
         if about_ranks.get(id(eqn)) == "loop":
-            for part in subjaxprs(eqn):
-                inside[id(part)] = plan_of(part, size, combine=combine, overlap=overlap)
+            for inner_jaxpr in subjaxprs(eqn):
+                inside[id(inner_jaxpr)] = plan_of(
+                    inner_jaxpr, size, combine=combine, overlap=overlap
+                )
 
     def is_sent(eqn: JaxprEqn) -> bool:
         return id(eqn) in about_ranks and communicates(eqn) and id(eqn) not in not_sent
 
     rounds: list[Round] = []
     for local, remote in _levels(_needed(inner, about_ranks), is_sent):
-        groups = groups_of(remote, size, combine)
-        messages = messages_of(groups, local, jaxpr, overlap)
+        messages = messages_of(coalesce(remote, size, combine), local, jaxpr, overlap)
         ahead = [eqn for eqn in remote if kind(eqn) == "ahead"]
         loops = [eqn for eqn in remote if kind(eqn) == "loop"]
         rounds.append(Round(local, messages, ahead, loops))
@@ -106,7 +118,7 @@ def plan_of(
 
 
 def _needed(jaxpr: Jaxpr, about_ranks: Mapping[int, str]) -> Iterator[JaxprEqn]:
-    """Return what is sent, and what an output, an effect or a message depends on, in order."""
+    """Return the equations that communicate, have effects, or that these or an output depend on."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
@@ -120,7 +132,7 @@ def _needed(jaxpr: Jaxpr, about_ranks: Mapping[int, str]) -> Iterator[JaxprEqn]:
 def _levels(
     eqns: Iterable[JaxprEqn], is_sent: Callable[[JaxprEqn], bool]
 ) -> list[tuple[list[JaxprEqn], list[JaxprEqn]]]:
-    """Return the local equations, and those that send something, of each level."""
+    """Return, for each level, its local equations and those that communicate."""
     level_of: dict[Var, int] = {}  # of a value
     local: dict[int, list[JaxprEqn]] = defaultdict(list)
     remote: dict[int, list[JaxprEqn]] = defaultdict(list)
@@ -132,7 +144,7 @@ def _levels(
                 level = max(level, level_of.get(v, 0))
         sends = is_sent(eqn)
         after = level + 1 if sends else level
-        if other_effects(eqn):  # these keep their order
+        if other_effects(eqn):  # prints, callbacks and references keep their order
             level = max(level, last_effect)
             after = level + 1 if sends else level
             last_effect = after
@@ -145,7 +157,7 @@ def _levels(
 
 
 class Entry(NamedTuple):
-    """Arrays that one collective carries.
+    """One call of a program: a collective on many arrays, as `explain` and the signature show it.
 
     Attributes:
       call: the collective.
@@ -153,12 +165,12 @@ class Entry(NamedTuple):
       path: the loops and branches around it, such as "scan[12]/cond:1"; "" at the top.
       times: how often it is carried out; None where a branch or a while_loop decides.
       source: file and line of each array's collective, without repetitions; empty inside of
-        jaxmpi's own functions.
-      order: the places of its collectives in the order in which the function calls them, behind
-        those of the loops around it.
+        functions of jaxmpi.
+      order: the indices of the loops around it, then of its collectives, among the communicating
+        equations of their jaxpr, in the order in which the function calls them.
       params: JAX's primitives, each with its parameters.
       started: how many messages are started and waited for later; 0: it is sent at once.
-      beside: how many of these have computation beside them.
+      overlapped: how many of these overlap with computation.
     """
 
     call: Collective
@@ -169,7 +181,7 @@ class Entry(NamedTuple):
     order: tuple[int, ...] = ()
     params: tuple[str, ...] = ()
     started: int = 0
-    beside: int = 0
+    overlapped: int = 0
 
     @property
     def name(self) -> str:
@@ -184,7 +196,7 @@ class Entry(NamedTuple):
         return f"{self.name} of {first}{more}{where}{lines}"
 
 
-class Around(NamedTuple):
+class LoopContext(NamedTuple):
     """The loops and branches around a collective; the fields are those of `Entry`."""
 
     path: str = ""
@@ -192,65 +204,77 @@ class Around(NamedTuple):
     order: tuple[int, ...] = ()
 
 
-AT_THE_TOP = Around()
+TOP_LEVEL = LoopContext()
 
 
-def entries_of(plan: Plan, around: Around = AT_THE_TOP) -> Iterator[Entry]:
-    """Yield the collectives of a plan in their order of execution."""
-    place = _places(plan)
+def entries_of(plan: Plan, context: LoopContext = TOP_LEVEL) -> Iterator[Entry]:
+    """Yield the collectives of a plan in their order of execution.
+
+    Messages that are sent ahead have no entry: the call that receives one does.
+    """
+    index = _program_order(plan)
     for each in plan.rounds:
-        for group in each.messages.groups:
-            yield _entry(group, each.messages, around, [place[id(eqn)] for eqn in group.eqns])
+        for coalesced in each.messages.calls:
+            indices = [index[id(eqn)] for eqn in coalesced.eqns]
+            yield _entry(coalesced, each.messages, context, indices)
         for eqn in each.loops:
-            inside = around._replace(order=(*around.order, place[id(eqn)]))
+            inside = context._replace(order=(*context.order, index[id(eqn)]))
             yield from _entries_inside(eqn, plan, inside)
 
 
-def _places(plan: Plan) -> dict[int, int]:
-    """Return the places of what is sent, by the ids of the equations, in the program's order."""
+def _program_order(plan: Plan) -> dict[int, int]:
+    """Return, for the id of each equation that communicates, its index among these in the jaxpr.
+
+    That is the order in which the function calls them; a round executes them in another one.
+    """
     sent: set[int] = set()
     for each in plan.rounds:
         sent.update(map(id, each.loops))
-        for group in each.messages.groups:
-            sent.update(map(id, group.eqns))
+        for coalesced in each.messages.calls:
+            sent.update(map(id, coalesced.eqns))
     in_order = [id(eqn) for eqn in _jaxcompat.parts(plan.jaxpr)[0].eqns if id(eqn) in sent]
     return {key: i for i, key in enumerate(in_order)}
 
 
-def _entry(group: Group, messages: Messages, around: Around, places: list[int]) -> Entry:
+def _entry(
+    coalesced: CoalescedCall, messages: Messages, context: LoopContext, indices: list[int]
+) -> Entry:
     arrays: dict[tuple[int, str], tuple[tuple[int, ...], str]] = {}
-    for eqn, aval in zip(group.eqns, group.operands(), strict=True):
-        # what is sent for two equations is sent once
+    for eqn, aval in zip(coalesced.eqns, coalesced.operands(), strict=True):
+        # an array that two equations send in the same way is sent once
         arrays[id(eqn.invars[0]), str(eqn.params)] = tuple(aval.shape), aval.dtype.name
-    started, beside = messages.counts(group)
+    started, overlapped = messages.counts(coalesced)
     return Entry(
-        group.call,
+        coalesced.call,
         tuple(arrays.values()),
-        around.path,
-        around.times,
-        tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns)))),
-        (*around.order, *places),
-        tuple(map(_parameters, group.eqns)),
+        context.path,
+        context.times,
+        tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, coalesced.eqns)))),
+        (*context.order, *indices),
+        tuple(map(_parameters, coalesced.eqns)),
         started,
-        beside,
+        overlapped,
     )
 
 
 def _parameters(eqn: JaxprEqn) -> str:
-    """Return "reduce_scatter axis_name=('ranks',) scatter_dimension=0 tiled=False" for example."""
+    """Return an equation's primitive and parameters as text.
+
+    For example "reduce_scatter axis_name=('ranks',) scatter_dimension=0 tiled=False".
+    """
     given = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None]
     return " ".join([eqn.primitive.name, *given])
 
 
-def _entries_inside(eqn: JaxprEqn, plan: Plan, around: Around) -> Iterator[Entry]:
+def _entries_inside(eqn: JaxprEqn, plan: Plan, context: LoopContext) -> Iterator[Entry]:
     """Yield the collectives of a loop or a branch."""
     op = op_of(eqn)
-    for i, part in enumerate(subjaxprs(eqn)):
+    for i, inner_jaxpr in enumerate(subjaxprs(eqn)):
         step, times = eqn.primitive.name, None
         if op is Op.COND:
             step = f"{step}:{i}"
         elif op is Op.SCAN:
             step = f"{step}[{eqn.params['length']}]"
-            times = around.times and around.times * eqn.params["length"]
-        path = f"{around.path}/{step}" if around.path else step
-        yield from entries_of(plan.of(part), Around(path, times, around.order))
+            times = context.times and context.times * eqn.params["length"]
+        path = f"{context.path}/{step}" if context.path else step
+        yield from entries_of(plan.of(inner_jaxpr), LoopContext(path, times, context.order))

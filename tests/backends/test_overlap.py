@@ -443,12 +443,12 @@ def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
     rounds = plan_of(jaxpr, 2, overlap=overlap).rounds
-    return [each.messages for each in rounds if each.messages.groups]
+    return [each.messages for each in rounds if each.messages.calls]
 
 
 def sent(f, *args, **sizes):
     """List the shapes in each bucket, for each round of `f`."""
-    shapes = lambda bucket: [bucket.group.eqns[i].outvars[0].aval.shape for i in bucket.numbers]
+    shapes = lambda bucket: [bucket.coalesced.eqns[i].outvars[0].aval.shape for i in bucket.indices]
     return [[*map(shapes, messages.started)] for messages in rounds(f, *args, **sizes)]
 
 
@@ -476,7 +476,7 @@ def test_buckets_follow_the_backward_pass(scale):
 
 def test_the_last_bucket_has_nothing_beside_it():
     (messages,) = rounds(*gradients(SIZES), bucket_bytes=800)
-    assert messages.counts(messages.groups[0]) == (4, 3)
+    assert messages.counts(messages.calls[0]) == (4, 3)
 
 
 def test_a_bucket_has_the_bytes_that_are_worth_a_message():
