@@ -16,6 +16,8 @@ The fixed points start with the initial carry. A while may end before its first 
 results are the carry itself; a scan of one or more iterations returns what its body does. Facts
 only grow, and a lattice has a finite height, so each fixed point is reached after a few iterations.
 
+State of Python that callbacks read and write is not followed.
+
 Backward (`slice_of`), a slice is the equations that some values depend on, with the same fixed
 points.
 """
@@ -51,7 +53,7 @@ class Analysis(Generic[Fact]):
     Attributes:
       bottom: the fact of a literal; `join` with it changes nothing.
       join: returns the least fact that covers all of these: that of a value which may be any of
-        them, or is computed from them.
+        them, or is computed from them. `join([])` is `bottom`.
       rules: the rules by operation. A rule for calls, loops or branches replaces the propagation
         through their jaxprs.
       otherwise: the rule of all other operations; None where each result has the join of all
@@ -222,8 +224,10 @@ class _Forward(Generic[Fact]):
         if op in (Op.GET, Op.FREEZE) or not any(references):
             return
         # A swap of all elements leaves nothing of the old contents, which are operand 0. Any other
-        # equation may write a part of the elements, or into one of several references.
-        if op is Op.SWAP and eqn.invars[1].aval.shape == eqn.invars[0].aval.shape:
+        # equation may write a part of the elements, or into one of several references. One with
+        # indices among its operands may name an element twice, and another one never.
+        has_indices = len(eqn.invars) > 2
+        if op is Op.SWAP and not has_indices and _have_one_shape(eqn.invars):
             written = self._join([control, *operands[1:]])
             for contents in references:
                 if contents is not None:
@@ -308,9 +312,9 @@ class _Forward(Generic[Fact]):
         def run(carry: list[Fact], visit: Visit[Fact] | None) -> list[Fact]:
             goes_on = condition(carry, None, control)
             control_inside = self._join([control, goes_on])
-            # The condition runs again after each iteration. So whether its equations run depends on
-            # its own result: they are visited once that is known.
-            if visit is not None:
+            # The condition runs again after each iteration. So whether its equations run, and what
+            # they write, depends on its own result: they are visited once that is known.
+            if visit is not None or any(references[:n_cond]):
                 condition(carry, visit, control_inside)
             outs = self.run(
                 eqn.params["body_jaxpr"],
@@ -329,6 +333,8 @@ class _Forward(Generic[Fact]):
         if visit is not None:
             run(carry, visit)
         _restore(references, at_condition)
+        if any(references[:n_cond]):  # the condition that ends the loop may write, too
+            condition(carry, None, self._join([control, condition(carry, None, control)]))
         return carry
 
     def _fixed_point(
@@ -356,6 +362,10 @@ class _Forward(Generic[Fact]):
             if grown == carry and after == before:
                 return carry
             carry = grown
+
+
+def _have_one_shape(atoms: Sequence[Atom]) -> bool:
+    return len({atom.aval.shape for atom in atoms}) == 1
 
 
 def _saved(references: Iterable[_Contents[Fact] | None]) -> list[Fact]:

@@ -185,6 +185,7 @@ PRIMITIVES: dict[str, Properties] = {
     "jaxmpi_collective": Properties(Op.TRACED_COLLECTIVE),
     # references
     "new_ref": Properties(Op.NEW_REFERENCE),
+    "empty_ref": Properties(Op.NEW_REFERENCE),
     "get": Properties(Op.GET),
     "swap": Properties(Op.SWAP),
     "addupdate": Properties(Op.ADD_UPDATE),

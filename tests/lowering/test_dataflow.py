@@ -158,6 +158,24 @@ def reference_in_a_called_function(x, y):
     return ref[...]
 
 
+def reference_at_repeated_indices(x, y):
+    """As many elements are written as there are, and not all of them."""
+    ref = jax.new_ref(x)
+    ref[jnp.array([0, 0])] = y
+    return ref[...]
+
+
+def reference_written_by_a_predicate(x, y):
+    ref = jax.new_ref(jnp.zeros_like(y))
+
+    def goes_on(n):
+        ref[...] += 1
+        return n < x[0]
+
+    lax.while_loop(goes_on, lambda n: n + 1, 0.0)
+    return ref[...]
+
+
 DIFFERENT = [
     plain,
     by_rank,
@@ -185,6 +203,8 @@ DIFFERENT = [
     reference_in_a_loop,
     reference_read_before_it_is_written,
     reference_in_a_called_function,
+    reference_at_repeated_indices,
+    reference_written_by_a_predicate,
 ]
 
 
@@ -293,6 +313,15 @@ def test_sources_are_followed_through_any_arithmetic():
     assert _sources(lambda p, g: 0.999 * p - 0.1 * g, p, g) == [{0, 1}]
     assert _sources(lambda p, g: (p - g) / jnp.linalg.norm(p - g), p, g) == [{0, 1}]
     assert _sources(lambda p, g: (p, 2 * g, 1.0), p, g) == [{0}, {1}, set()]
+
+
+def test_an_empty_reference_has_what_is_written_into_it():
+    def program(x):
+        ref = jax.empty_ref(jax.typeof(x))
+        ref[...] = x
+        return ref[...]
+
+    assert _sources(program, jnp.ones(3)) == [{0}]
 
 
 def test_every_equation_is_visited_once_with_its_final_facts():
