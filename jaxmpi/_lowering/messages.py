@@ -248,7 +248,7 @@ class Messages(NamedTuple):
 
 
 class Consumers(IntEnum):
-    """What consumes a value: only the results, equations that place its numbers, or any others."""
+    """Consumers of a value: only the results, equations that place its numbers, or any others."""
 
     NONE = 0
     PLACE_NUMBERS = 1

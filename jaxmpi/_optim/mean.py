@@ -62,7 +62,7 @@ Weight: TypeAlias = ArrayLike | PerRank
 
 
 class Traits(NamedTuple):
-    """What a mean can be combined with, and how its callers have to use it.
+    """Options that a mean can be combined with, and how its callers have to use it.
 
     Attributes:
       argument: the argument that selects the mean, as errors name it, such as "op 'max'".
@@ -106,7 +106,7 @@ class Mean(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """What this mean can be combined with."""
+        """Options that this mean can be combined with."""
 
     @abstractmethod
     def init(self, params: PyTree) -> PyTree:
