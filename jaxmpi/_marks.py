@@ -1,7 +1,7 @@
-"""Marks: what a function tells the analysis of a program about its arrays.
+"""Marks: facts about arrays that jaxmpi's own functions know and the analyses cannot derive.
 
-A mark is an identity in the traced program, with what it says as its parameter. It is no part of
-what runs.
+A mark is an identity equation in the traced program, with a `Mark` as its parameter. The analyses
+of `_analysis` read it (`mark_of`); it lowers to nothing, and no derivative has it.
 """
 
 from collections.abc import Sequence
@@ -45,15 +45,15 @@ class Differs:
 
 @dataclass(frozen=True)
 class Whole:
-    """The array is no shard, though it was made of some."""
+    """The array is no shard, although it was computed from shards."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The array is this rank's shard of one that is sharded over an axis.
+    """The array is this rank's shard of an array that is sharded over an axis.
 
     Attributes:
-      axis: the names in the axis.
+      axis: the names of the axis.
     """
 
     axis: tuple[str, ...]
@@ -61,7 +61,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The array is the first one of a call whose parameters must be equal on all ranks.
+    """The array is the first one of a call whose Python parameters must be equal on all ranks.
+
+    It is a note for the ranks' comparison of the program, and no fact about the array.
 
     Attributes:
       text: the parameters, such as the root of a broadcast.
@@ -81,7 +83,7 @@ mark_p.def_abstract_eval(lambda x, *, mark: x)
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, mark: Mark
 ) -> tuple[jax.Array, jax.Array]:
-    """Mark the array, and not its derivative."""
+    """Mark the array, but not its derivative: a gradient is not equal because the array is."""
     return mark_p.bind(primals[0], mark=mark), tangents[0]
 
 
@@ -110,17 +112,20 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
 
 
 def equal_on_all_ranks(tree: PyTree) -> PyTree:
-    """Return arrays, marked as equal on all ranks, such as a counter that all increment together.
+    """Return a tree whose arrays are marked as equal on all ranks.
 
-    A branch with a collective may depend on them.
+    An example is a counter that all ranks increment together. A branch with a collective may depend
+    on such an array.
     """
     return jax.tree.map(lambda x: mark_p.bind(x, mark=Equal()), tree)
 
 
 def may_differ(tree: PyTree) -> PyTree:
-    """Return arrays, marked as different on each rank on purpose, such as those of local updates.
+    """Return a tree whose arrays are marked as different on each rank on purpose.
 
-    Train state that receives them is no sign of a forgotten mean.
+    Examples are the updates of `local_sgd` between two means. Train state that such an array is
+    added to is no sign of a forgotten mean. On one rank, or outside of `jaxmpi.jit`, the tree is
+    returned unmarked.
     """
     if not bound() or lax.axis_size(AXIS) == 1:
         return tree
@@ -133,15 +138,23 @@ def as_shard(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
 
 
 def as_whole(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
-    """Return `x`, marked as a whole array that is equal on the ranks along an axis."""
+    """Return `x`, marked as a whole array that is equal on the ranks along an axis.
+
+    Along AXIS that is all ranks, so it is marked as equal on all ranks then.
+    """
     return equal_on_all_ranks(x) if axis == AXIS else mark_p.bind(x, mark=Whole())
 
 
 def with_parameters(tree: PyTree, text: str) -> PyTree:
-    """Return the arrays of a call, marked with parameters that must be equal on all ranks.
+    """Return the arrays of a call with a note of parameters that must be equal on all ranks.
 
-    The ranks compare the text, such as the root of a broadcast, with the program. The mark is on
-    the first array that has numbers.
+    The ranks compare the text with the program, before they run it. The note is a mark on the first
+    array that is not float0: those have no elements. There is none on one rank, outside of
+    `jaxmpi.jit`, and in a tree without such an array.
+
+    Args:
+      tree: the arrays.
+      text: the call and its parameters, such as the root of a broadcast.
     """
     leaves, treedef = jax.tree.flatten(tree)
     first = None

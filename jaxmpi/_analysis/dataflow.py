@@ -444,7 +444,7 @@ def slice_of(jaxpr: AnyJaxpr, roots: Sequence[Atom], ends_at: EndsAt) -> Slice:
             for atom, is_used in zip(eqn.invars, found.operands, strict=True):
                 if is_used and not isinstance(atom, Literal):
                     needed.add(atom)
-        # A reference that turned out to be needed may be written by an equation behind the one that
+        # A reference that turned out to be needed may be written by an equation after the one that
         # needs it: if the jaxpr is the body of a loop, the next iteration reads that. So go through
         # the equations again, until no further reference is needed.
         if references == {v for v in needed if _jaxcompat.is_reference(v.aval)}:

@@ -1,8 +1,12 @@
-"""Find a forgotten mean: train state that is equal on all ranks before a call and not after it.
+"""Find a forgotten mean: train state that is equal on all ranks before a call but not after it.
 
-An output is carried where an argument has the same path, shape and dtype, and the output is that
-argument plus something, as a parameter is plus its update. Whether it was equal on all ranks is
-known when the program runs.
+An output counts as the next value of an input if it has the same path, shape and dtype, and is the
+input plus something, as a parameter is plus its update. It is checked in two steps:
+
+1. when the program is traced, `DivergenceCheck.find` selects the outputs that may differ between
+   the ranks although their inputs are equal;
+2. at the first call, the ranks compare checksums of all inputs (`_jit.first_call`), and
+   `DivergenceCheck.warning` names the selected outputs whose inputs really were equal.
 """
 
 import hashlib
@@ -22,22 +26,28 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import leaf_name
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
-__all__ = ["Carried", "pairs"]
+__all__ = ["DivergenceCheck", "pairs"]
 
-SHOWN = 3  # outputs
-Sources: TypeAlias = frozenset[int]  # numbers of inputs
+MAX_NAMES = 3  # the outputs that a warning names
+Sources: TypeAlias = frozenset[int]  # indices of inputs
 NO_INPUT: Sources = frozenset()
 
 
 class Pair(NamedTuple):
-    """An input of the program, and the output that it is carried to."""
+    """An input of the program, and the output that may be its next value.
+
+    Attributes:
+      source: the index of the input, arrays from outside included.
+      output: the index of the output.
+      name: the name of the output, for the warning.
+    """
 
     source: int
     output: int
-    name: str  # of the output
+    name: str
 
 
-class Carried:
+class DivergenceCheck:
     """Outputs of a program that may differ between ranks after a call with equal inputs."""
 
     def __init__(self, title: str, jaxpr: AnyJaxpr, pairs: Sequence[Pair]) -> None:
@@ -51,56 +61,60 @@ class Carried:
         ins: Sequence[KeyPath],
         outs: Sequence[KeyPath],
         captured: int,
-    ) -> "Carried | None":
-        """Return the outputs to watch when the program runs; None if there are none.
+    ) -> "DivergenceCheck | None":
+        """Return the check for a program; None if no output needs one.
 
         Args:
-          title: of the program.
-          jaxpr: of `trace.trace`, whose first `captured` inputs are arrays from outside.
+          title: the name of the program, for the warning.
+          jaxpr: of `trace.trace`.
           ins: the paths of the arguments' arrays.
-          outs: those of the outputs.
-          captured: how many there are.
+          outs: the paths of the outputs.
+          captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before
+            the arguments' arrays.
         """
-        found = pairs(jaxpr, ins, outs, captured)
-        if not found:
+        candidates = pairs(jaxpr, ins, outs, captured)
+        if not candidates:
             return None
+        # Which outputs may differ even if all of the train state is equal?
+        state = {pair.source for pair in candidates}
         count = len(_jaxcompat.parts(jaxpr)[0].invars)
-        equal = {pair.source for pair in found}
-        varies = may_vary(
-            jaxpr, [i not in equal for i in range(count)], constants=False, marked=False
-        )
-        if not any(varies[pair.output] for pair in found):
+        differs = [i not in state for i in range(count)]
+        varies = may_vary(jaxpr, differs, constants=False, marked=False)
+        if not any(varies[pair.output] for pair in candidates):
             return None
+        # Of these, which are their input plus something?
         added = propagate(ADDED, jaxpr, [frozenset({i}) for i in range(count)])
-        found = [
-            pair for pair in found if varies[pair.output] and pair.source in added[pair.output]
-        ]
+        found: list[Pair] = []
+        for pair in candidates:
+            if varies[pair.output] and pair.source in added[pair.output]:
+                found.append(pair)
         return cls(title, jaxpr, found) if found else None
 
     @property
     def digest(self) -> str:
-        """A digest of the program, equal on ranks with the same program."""
+        """Digest of the program's equations: equal on ranks with the same program."""
         text, (inner, _) = Text(self._jaxpr), _jaxcompat.parts(self._jaxpr)
         lines = [text.equation(eqn, shapes=False) for eqn in inner.eqns]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
-    def parting(self, equal: Sequence[bool]) -> str:
+    def warning(self, equal: Sequence[bool]) -> str:
         """Return the warning for a call, "" for none.
 
         Args:
-          equal: which inputs, arrays from outside first, were equal on all ranks.
+          equal: which inputs, arrays from outside first, were equal on all ranks in the call.
         """
         varies = may_vary(self._jaxpr, [not same for same in equal], constants=False, marked=False)
-        names = list(
-            dict.fromkeys(
-                pair.name for pair in self._pairs if equal[pair.source] and varies[pair.output]
-            )
-        )
+        names: list[str] = []
+        for pair in self._pairs:
+            if equal[pair.source] and varies[pair.output] and pair.name not in names:
+                names.append(pair.name)
         if not names:
             return ""
-        more = f" and {len(names) - SHOWN} more outputs" if len(names) > SHOWN else ""
+        shown = ", ".join(names[:MAX_NAMES])
+        if len(names) > MAX_NAMES:
+            shown += f" and {len(names) - MAX_NAMES} more outputs"
         return (
-            f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks "
+            f"{self._title}: output {shown} may differ between the ranks "
             "from this call on, and was equal on all of them before. If it is trained, average the "
             "gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). If it should differ, such as a "
             "sum over the batches of a rank, put it into a jaxmpi.PerRankState, or in nnx into an "
@@ -113,55 +127,63 @@ def pairs(
 ) -> list[Pair]:
     """Return the pairs of an input and an output with the same path, shape and dtype.
 
-    The arguments are those of `Carried.find`.
+    Leaves that each rank has its own value of are left out. The arguments are those of
+    `DivergenceCheck.find`.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
-    by_path = _by_path(ins, captured)
-    kinds = [(v.aval.shape, v.aval.dtype) for v in inner.invars]
-    found = []
-    for i, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
-        names = [] if is_per_rank_leaf(path) or isinstance(v, Literal) else _names(path)
-        sources = [source for name in names for source in by_path.get(name, [])]
-        found += [
-            Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)
-        ]
+    inputs = _inputs_by_key(ins, captured)
+    found: list[Pair] = []
+    for output, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
+        if is_per_rank_leaf(path) or isinstance(v, Literal):
+            continue
+        for key in _keys(path):
+            for source in inputs.get(key, []):
+                aval = inner.invars[source].aval
+                if (aval.shape, aval.dtype) == (v.aval.shape, v.aval.dtype):
+                    found.append(Pair(source, output, leaf_name(path)))
     return found
 
 
-def _by_path(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[int]]:
-    """Return the inputs by their paths without the position of the argument.
+# Keys by which inputs and outputs are paired. The key of an input is its path in the argument: the
+# first two entries of its path, (args or kwargs, position or name), are left out. An argument that
+# is one array has its position or name as the key.
 
-    An argument that is one array has its position.
+
+def _inputs_by_key(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[int]]:
+    """Return the indices of the inputs with each key.
+
+    An array that is the only argument has no key: its position says nothing.
     """
     found: dict[Hashable, list[int]] = {}
     for i, path in enumerate(ins, captured):
-        rest = tuple(map(str, path[2:])) or path[1]
+        key = tuple(map(str, path[2:])) or path[1]
         if not is_per_rank_leaf(path) and (len(ins) > 1 or path[2:]):
-            found.setdefault(rest, []).append(i)
+            found.setdefault(key, []).append(i)
     return found
 
 
-def _names(path: KeyPath) -> list[Hashable]:
-    """Return the paths that an output may have as an input: alone, or without the tuple."""
+def _keys(path: KeyPath) -> list[Hashable]:
+    """Return the keys of the inputs that an output may be the next value of.
+
+    A function returns the state alone, or a tuple with the state in it; its path tells not which.
+    """
     alone = tuple(map(str, path)) or jax.tree_util.SequenceKey(0)
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
 
 
-# Which inputs are added into a value
+# Analysis: the inputs that are added into a value
 
 
 def _union(values: Sequence[Sources]) -> Sources:
     return NO_INPUT.union(*values)
 
 
-def _nothing(eqn: JaxprEqn, operands: list[Sources]) -> list[Sources]:
-    return [NO_INPUT] * len(eqn.outvars)
-
-
 def _local(eqn: JaxprEqn, operands: list[Sources]) -> list[Sources]:
     if has(eqn, Trait.KEEPS_VALUE):
         return operands
-    return [_union(operands)] if has(eqn, Trait.ADDS_UP) else _nothing(eqn, operands)
+    if has(eqn, Trait.ADDS_UP):
+        return [_union(operands)]
+    return [NO_INPUT] * len(eqn.outvars)
 
 
 ADDED = Analysis(

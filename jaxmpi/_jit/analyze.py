@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import communicates
 from jaxmpi._analysis.control_slice import Line, control_equations
-from jaxmpi._analysis.forgotten_mean import Carried, pairs
+from jaxmpi._analysis.forgotten_mean import DivergenceCheck, pairs
 from jaxmpi._analysis.inner_jaxprs import constants as constants_of
 from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._analysis.primitives import Op, op_of
@@ -52,7 +52,7 @@ class Analysis(NamedTuple):
     varies: Sequence[bool]  # which outputs may differ between the ranks
     entries: Sequence[Entry]  # what it sends
     control: Sequence[Line]  # what must be equal on all ranks for that
-    carried: Carried | None = None  # of which a call may show that a mean is forgotten
+    divergence: DivergenceCheck | None = None  # finds a forgotten mean at the first call
     # arrays of the arguments that must not all be equal, as all ranks would do the same
     fed: Sequence[int] = ()
 
@@ -94,7 +94,7 @@ def analyze(
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     # the ranks of other processes may get other values; simulated ones are stacked
     looks = function.calls is None and len(backend.ranks_here) < backend.place.size
-    carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
+    divergence = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured)) if looks else None
     constants, target = [*captured, *constants_of(jaxpr)], backend.transport.target()
     if hide:
         jaxpr = fuse_means(jaxpr, backend.place.size, fuses_mean=target.divides)
@@ -115,7 +115,7 @@ def analyze(
         *map(Line, outside),
     ]
     fed = _fed(jaxpr, ins, outs, len(captured)) if looks and function.feeds_rows and entries else ()
-    return Analysis(jaxpr, plan, replicated, varies, entries, control, carried, fed)
+    return Analysis(jaxpr, plan, replicated, varies, entries, control, divergence, fed)
 
 
 def _fed(

@@ -171,7 +171,7 @@ class Executor(ABC):
         if program.statement and get_ident() != self._turn.thread:
             self._turn.take()
         first_call.compare(self._backend, program, leaves)
-        program.carried, program.fed = None, ()  # the first holds all of the program
+        program.divergence, program.fed = None, ()  # the first holds all of the program
         self._new = not program.statement  # at last: what is above may raise
 
     def _is_unseen(self, program: Program) -> bool:
@@ -201,7 +201,7 @@ class Executor(ABC):
         return check
 
     def _note_run(self, program: Program) -> None:
-        program.carried = None
+        program.divergence = None
         if program.statement:
             compare.note_run(self._backend, program.statement.fingerprint)
 

@@ -9,7 +9,7 @@ at different times, or one alone.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from jaxmpi._analysis.forgotten_mean import Carried
+from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import check_consistent, has_run, note_run
@@ -37,9 +37,9 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
       RankMismatchError: on all ranks, an argument that `replicated_argnums` names is not equal on
         all of them.
     """
-    if not program.statement and not program.carried:
+    if not program.statement and not program.divergence:
         return
-    looked_at = bool(program.carried or program.fed)
+    looked_at = bool(program.divergence or program.fed)
     title, (equal, _) = program.function.title, program.equal
     outside = [f"array {i} from outside" for i in range(len(program.captured))]
     inputs = dict(zip([*outside, *program.arguments], [*program.captured, *leaves], strict=True))
@@ -53,11 +53,11 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
         check_consistent(backend, program.statement, program.signature.details)
         note_run(backend, program.statement.fingerprint)
         _refuse_difference(title, backend.allgather_object({name: sums[name] for name in named}))
-    if program.carried and (watch := session.monitor()):
+    if program.divergence and (watch := session.monitor()):
         watch.gathering.add(
-            f"{title} {program.carried.digest}",
+            f"{title} {program.divergence.digest}",
             sums,
-            partial(_parting, program.carried, list(inputs)),
+            partial(_divergence_warning, program.divergence, list(inputs)),
         )
 
     if program.fed and program.statement and (watch := session.monitor()):
@@ -67,9 +67,11 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
         )
 
 
-def _parting(carried: Carried, names: Sequence[str], everyone: Sequence[Sums]) -> str:
+def _divergence_warning(
+    divergence: DivergenceCheck, names: Sequence[str], everyone: Sequence[Sums]
+) -> str:
     """Return the warning for a call, given all ranks' checksums; "" for none."""
-    return carried.parting(
+    return divergence.warning(
         [len({of_rank.get(name) for of_rank in everyone}) == 1 for name in names]
     )
 

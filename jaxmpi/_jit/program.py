@@ -18,7 +18,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.forgotten_mean import Carried
+from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._jit.analyze import Analysis, analyze, paths_of
@@ -61,7 +61,7 @@ class Program:
     # the arrays of the arguments that `replicated_argnums` names and that are one number
     scalars: list[int]
     captured: Sequence[ArrayLike] = ()  # the arrays that the function has from outside
-    carried: Carried | None = None  # of which a call may show that a mean is forgotten
+    divergence: DivergenceCheck | None = None  # finds a forgotten mean at the first call
     # arrays of the arguments that must not all be equal, as all ranks would do the same
     fed: Sequence[int] = ()
     announced: bool = False
@@ -269,6 +269,6 @@ def build_program(
             if same and a.shape == ()
         ],
         captured=captured,
-        carried=found.carried,
+        divergence=found.divergence,
         fed=found.fed,
     )

@@ -1,4 +1,8 @@
-"""Facts are right on every kind of value that a jaxpr can carry."""
+"""Dataflow: facts and slices are right for every construct of a jaxpr that a value passes through.
+
+Each function of DIFFERENT and SAME has one construct. The replication analysis must tell whether
+the function's result may differ between the ranks; `jax.vmap` tells whether it does.
+"""
 
 from functools import partial
 
@@ -20,8 +24,9 @@ R = jaxmpi.AXIS
 RANKS = 3
 
 
-# --- values that differ between the ranks, by what carries them -----------------------------------
-# Each takes this rank's x, and a y that is equal on all ranks, and returns an array like x.
+# --- results that differ between the ranks --------------------------------------------------------
+# Each function takes this rank's x, and a y that is equal on all ranks, both float32 [2], and
+# returns an array like x.
 
 
 def plain(x, y):
@@ -37,11 +42,12 @@ def scan_carry(x, y):
 
 
 def scan_carry_at_the_end(x, y):
-    """The carry differs from the second iteration on."""
+    """The second carry differs only after two iterations."""
     return lax.scan(lambda c, _: ((x, c[0]), None), (y, y), None, length=3)[0][1]
 
 
 def scan_of_no_iteration(x, y):
+    """The result is the initial carry, not the sum."""
     return lax.scan(lambda c, _: (lax.psum(c, R), None), x, None, length=0)[0]
 
 
@@ -58,12 +64,13 @@ def while_state(x, y):
 
 
 def while_of_no_iteration(x, y):
+    """The result is the initial state, not the sum."""
     never = lambda c: c[0] > 100
     return lax.while_loop(never, lambda c: (c[0] + 1, lax.psum(c[1], R)), (0, x))[1]
 
 
 def while_count(x, y):
-    """Only how often the loop runs differs."""
+    """The initial state and the body are equal on all ranks; the number of iterations differs."""
     n = jnp.int32(x[0])
     return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + 1), (0, y))[1]
 
@@ -77,11 +84,12 @@ def branch(x, y):
 
 
 def other_branch(x, y):
-    """The branch that is taken is equal, and another one could be taken."""
+    """All ranks take the same branch, whose result differs; that of the other branch is equal."""
     return lax.cond(y[0] < 100, lambda x: x, lambda x: y, x)
 
 
 def predicate(x, y):
+    """The result of each branch is equal on all ranks; which branch is taken differs."""
     return lax.cond(x[0] < 2, lambda y: y, lambda y: y * 2, y)
 
 
@@ -107,6 +115,7 @@ def linear_solve(x, y):
 
 
 def linear_solve_constant(x, y):
+    """The right-hand side is equal on all ranks, and the matrix differs."""
     return lax.custom_linear_solve(lambda v: v * x, y, lambda _, b: b / x)
 
 
@@ -116,7 +125,8 @@ def reference(x, y):
     return ref[...]
 
 
-def reference_of_its_value(x, y):
+def reference_written_in_part(x, y):
+    """Element 1 keeps its initial value, which differs."""
     ref = jax.new_ref(x)
     ref[0] = y[0]
     return ref[...]
@@ -129,6 +139,7 @@ def reference_added(x, y):
 
 
 def reference_at_an_index(x, y):
+    """The contents and the number are equal on all ranks, and the index differs."""
     ref = jax.new_ref(y)
     ref[jnp.int32(x[0]) % 2] = 7.0
     return ref[...]
@@ -141,7 +152,7 @@ def reference_in_a_loop(x, y):
 
 
 def reference_read_before_it_is_written(x, y):
-    """In the first iteration what is read is equal, in the second it differs."""
+    """The first iteration reads an equal value; the second reads what the first has written."""
     ref = jax.new_ref(y)
 
     def body(c, _):
@@ -197,7 +208,7 @@ DIFFERENT = [
     linear_solve,
     linear_solve_constant,
     reference,
-    reference_of_its_value,
+    reference_written_in_part,
     reference_added,
     reference_at_an_index,
     reference_in_a_loop,
@@ -208,7 +219,7 @@ DIFFERENT = [
 ]
 
 
-# --- values that are equal, though they are made of such that differ ------------------------------
+# --- results that are equal on all ranks, though x is not -----------------------------------------
 
 
 def mean(x, y):
@@ -216,7 +227,7 @@ def mean(x, y):
 
 
 def scan_of_means(x, y):
-    """After one iteration or more, the carry is a mean, whatever it was."""
+    """After at least one iteration the carry is a mean; the initial carry differs."""
     return lax.scan(lambda c, _: (lax.pmean(c, R), None), x, None, length=2)[0]
 
 
@@ -262,7 +273,7 @@ Y = np.array([1.0, 5.0], np.float32)
 
 
 @pytest.mark.parametrize("function", [*DIFFERENT, *SAME], ids=lambda f: f.__name__)
-def test_a_simulated_output_is_per_rank_where_it_may_differ(function):
+def test_jit_returns_a_per_rank_output_where_it_may_differ(function):
     want = jax.vmap(function, (0, None), axis_name=R)(X, Y)
     with jaxmpi.simulate(RANKS):
         got = jaxmpi.jit(function)(jaxmpi.PerRank(X), Y)
@@ -274,6 +285,8 @@ def test_a_simulated_output_is_per_rank_where_it_may_differ(function):
 
 
 def _branch_on(function):
+    """Return a step with a collective in a branch, whose predicate is computed by a function."""
+
     def step(x, y):
         value = function(x, y).sum()
         return lax.cond(value > 1.25, lambda x: lax.psum(x, R), lambda x: x * 10, x)
@@ -282,7 +295,7 @@ def _branch_on(function):
 
 
 @run_ranks(2, 3)
-def test_a_branch_on_what_may_differ_is_refused_and_no_other():
+def test_jit_refuses_a_collective_in_a_branch_whose_predicate_may_differ_and_no_other():
     x = X[jaxmpi.rank()]
     for function in [*DIFFERENT, *SAME]:
         step = jaxmpi.jit(_branch_on(function), replicated_argnums=1)
@@ -300,6 +313,7 @@ def test_a_branch_on_what_may_differ_is_refused_and_no_other():
 # --- the engine -----------------------------------------------------------------------------------
 
 
+# The fact of a value is the set of the inputs that it depends on.
 SOURCES = Analysis(frozenset(), lambda facts: frozenset().union(*facts))
 
 
@@ -308,7 +322,7 @@ def _sources(function, *args):
     return propagate(SOURCES, jaxpr, [frozenset({i}) for i in range(len(jaxpr.jaxpr.invars))])
 
 
-def test_sources_are_followed_through_any_arithmetic():
+def test_propagate_joins_the_operands_of_any_arithmetic():
     p, g = jnp.ones(3), jnp.ones(3)
     assert _sources(lambda p, g: 0.999 * p - 0.1 * g, p, g) == [{0, 1}]
     assert _sources(lambda p, g: (p - g) / jnp.linalg.norm(p - g), p, g) == [{0, 1}]
@@ -324,7 +338,7 @@ def test_an_empty_reference_has_what_is_written_into_it():
     assert _sources(program, jnp.ones(3)) == [{0}]
 
 
-def test_every_equation_is_visited_once_with_its_final_facts():
+def test_propagate_visits_every_equation_once_with_its_final_facts():
     def program(x, y):
         inner = lambda c: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * y), c)
         return lax.scan(lambda c, _: (inner((0, c))[1], None), x, None, length=3)
@@ -333,11 +347,12 @@ def test_every_equation_is_visited_once_with_its_final_facts():
     visit = lambda eqn, operands, results, control: seen.append((eqn, results, control))
     propagate(SOURCES, jaxpr, [frozenset({0}), frozenset({1})], visit)
     assert len({id(eqn) for eqn, _, _ in seen}) == len(seen)
+    # c * y: in the first iteration c is the input 0, later it depends on y, too
     (product,) = [results for eqn, results, _ in seen if eqn.primitive is lax.mul_p]
     assert product == [{0, 1}]
 
 
-def test_control_has_the_predicates_around_an_equation():
+def test_propagate_visits_with_the_predicates_around_an_equation():
     def program(p, q, x):
         inner = lambda x: lax.cond(q, lambda x: x * 2, lambda x: x, x)
         return lax.cond(p, inner, lambda x: x + 1, x)
@@ -351,24 +366,26 @@ def test_control_has_the_predicates_around_an_equation():
     assert control[lax.mul_p] == {0, 1} and control[lax.add_p] == {0}
 
 
-def test_a_rule_takes_the_place_of_the_join():
+def test_propagate_applies_a_rule_instead_of_the_join():
     forget = Analysis(frozenset(), SOURCES.join, {Op.DIVIDE: lambda eqn, xs: [frozenset()]})
     jaxpr = jax.make_jaxpr(lambda x: (x / 2, x * 2))(1.0)
     assert propagate(forget, jaxpr, [frozenset({0})]) == [set(), {0}]
 
 
 def _slice(function, *args, output=0):
+    """Return (slice of an output, primitives of its equations)."""
     jaxpr = jax.make_jaxpr(function)(*args)
     found = slice_of(jaxpr, [jaxpr.jaxpr.outvars[output]], lambda jaxpr, eqn: False)
     return found, [needed.eqn.primitive for needed in found.equations]
 
 
-def test_a_slice_has_what_an_output_depends_on_and_nothing_else():
+def test_slice_of_has_what_an_output_depends_on_and_nothing_else():
     found, primitives = _slice(lambda x, y: (lax.sin(x) * 2, lax.cos(y)), 1.0, 2.0)
     assert primitives == [lax.sin_p, lax.mul_p] and found.ins == [True, False]
 
 
-def test_a_slice_of_a_carry_follows_the_iterations_before():
+def test_slice_of_follows_a_carry_into_the_iterations_before():
+    # Carries 0 and 1 are made of the carry to their right; carries 2 and 3 keep their values.
     body = lambda s, _: ((s[1] * 1, s[2] * 1, s[2], s[3]), None)
 
     def program(times, *state):
@@ -377,13 +394,14 @@ def test_a_slice_of_a_carry_follows_the_iterations_before():
     def found(program):
         return _slice(program, 1.0, 2.0, 3.0, 4.0)[0].ins
 
+    # The initial value of carry 0 is overwritten by the first iteration, if there is one.
     assert found(partial(program, 3)) == [False, True, True, False]
     assert found(partial(program, 0)) == [True, True, True, False]
     loop = lambda *state: lax.while_loop(lambda s: s[2] < 3, lambda s: body(s, None)[0], state)[0]
     assert found(loop) == [True, True, True, False]
 
 
-def test_a_slice_has_what_is_written_into_a_reference():
+def test_slice_of_has_what_is_written_into_a_reference():
     def program(x, y, z):
         ref, other = jax.new_ref(jnp.zeros(2)), jax.new_ref(jnp.zeros(2))
         ref[0] = x
@@ -395,7 +413,9 @@ def test_a_slice_has_what_is_written_into_a_reference():
 
 
 @pytest.mark.parametrize("layers", [10, 400])
-def test_a_deep_slice_is_no_deep_recursion(layers):
+def test_control_equations_of_a_long_chain_do_not_recurse(layers):
+    """A chain of 4,000 equations is longer than Python's recursion limit."""
+
     def program(x):
         for _ in range(5 * layers):
             x = lax.sin(x) * 2
@@ -409,13 +429,19 @@ def test_a_deep_slice_is_no_deep_recursion(layers):
 
 
 def _control(order, factor=1.0, replace=None):
-    """Return the control equations of a program whose independent equations have this order."""
+    """Return the text of the control slice of a program that sums independent terms.
+
+    Args:
+      order: the terms, 0 to n - 1, in the order in which they are traced.
+      factor: a number in each term.
+      replace: a term with one more equation, if any.
+    """
 
     def program(x, k):
-        parts = {n: jnp.sin(k * (n + factor)) for n in order}
+        terms = {n: jnp.sin(k * (n + factor)) for n in order}
         if replace is not None:
-            parts[replace] = parts[replace] + 1
-        total = sum(parts[n] for n in range(len(order)))
+            terms[replace] = terms[replace] + 1
+        total = sum(terms[n] for n in range(len(order)))
         return lax.cond(total > 0, lambda x: lax.psum(x, R), lambda x: x, x)
 
     avals = [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)]
@@ -423,18 +449,18 @@ def _control(order, factor=1.0, replace=None):
     return [line.text for line in control_equations(jaxpr)]
 
 
-def test_the_order_of_independent_equations_is_no_difference():
+def test_control_equations_ignore_the_order_of_independent_equations():
     assert _control([0, 1, 2, 3]) == _control([2, 0, 3, 1])
 
 
-def test_another_number_or_another_equation_is_a_difference():
+def test_control_equations_differ_by_another_number_or_equation():
     right = _control([0, 1, 2])
     assert right != _control([0, 1, 2], factor=2.0)
     assert right != _control([0, 1, 2], replace=1)
 
 
 @run_ranks(2, 3)
-def test_a_weight_may_be_the_length_of_an_uneven_batch():
+def test_update_takes_the_length_of_an_uneven_batch_as_weight():
     ranks = jaxmpi.size()
     x = np.random.default_rng(0).normal(size=(6 * ranks - 1, 5)).astype(np.float32)
     mine = np.array_split(x, ranks)[jaxmpi.rank()]
@@ -454,13 +480,13 @@ def test_a_weight_may_be_the_length_of_an_uneven_batch():
 
 
 @run_ranks(2)
-def test_ranks_may_trace_independent_equations_in_two_orders():
+def test_jit_runs_if_ranks_trace_independent_equations_in_different_orders():
     order = sorted(range(50), key=lambda n: n * (7 + 6 * int(jaxmpi.rank())) % 53)
 
     @partial(jaxmpi.jit, replicated_argnums=1)
     def step(x, k):
-        parts = {n: x * (n + 1) for n in order}
-        total = sum(parts[n] for n in range(50))
+        terms = {n: x * (n + 1) for n in order}
+        total = sum(terms[n] for n in range(50))
         update = lambda t: lax.cond(k > 1, lambda t: lax.psum(t, R), lambda t: t, t)
         return lax.cond(k > 0, update, lambda t: t, total)
 

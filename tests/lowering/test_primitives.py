@@ -1,4 +1,4 @@
-"""Names of JAX's primitives stand in one table; everything else asks for properties."""
+"""Names of JAX's primitives are in one table; all other code asks for properties."""
 
 import ast
 from pathlib import Path
@@ -16,17 +16,17 @@ from jaxmpi._analysis.primitives import PRIMITIVES, Op, Trait, has, op_of, prope
 PACKAGE = Path(jaxmpi.__file__).parent
 TABLE = PACKAGE / "_analysis" / "primitives.py"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != TABLE)
-# Names that are words of other things, too: operations, parameters, functions of jaxmpi.
-WORDS = {"add", "call", "copy", "get", "jit", "name", "reduce_scatter", "sub"}
+# Names that other things have, too: operations, parameters, functions of jaxmpi.
+AMBIGUOUS = {"add", "call", "copy", "get", "jit", "name", "reduce_scatter", "sub"}
 NAMES = {
     name
     for name, known in PRIMITIVES.items()
     if ("_" in name or known.op not in (Op.OTHER, Op.UNKNOWN)) and not name.startswith("jaxmpi_")
-} - WORDS
+} - AMBIGUOUS
 
-# They contain a jaxpr, and jaxmpi does not look inside of them: a collective there is refused.
+# Primitives that contain a jaxpr which jaxmpi does not look into: a collective there is refused.
 OPAQUE = {
-    "call_hi_primitive",  # of a user's own high-level type
+    "call_hi_primitive",  # of a high-level type that a user defines
     "call_hi_primitive_linearized",
     "free_ref",
     "remat_opt",  # of an optimization that is off by default
@@ -39,8 +39,8 @@ OPAQUE = {
 }
 
 
-def _carry_jaxprs():
-    """Return the names of the primitives for which JAX has rules about what they contain."""
+def _containing_jaxprs():
+    """Return the names of the primitives for which JAX has rules that look into their jaxprs."""
     tables = (
         partial_eval.dce_rules,
         partial_eval.partial_eval_jaxpr_custom_rules,
@@ -54,14 +54,15 @@ def _carry_jaxprs():
     return {primitive.name for table in tables for primitive in table} | calls
 
 
-def test_every_primitive_that_carries_a_jaxpr_is_known():
+def test_every_primitive_that_contains_a_jaxpr_is_known():
+    # JAX has rules for these, too, but they contain no jaxpr.
     plain = {"addupdate", "debug_callback", "debug_print", "get", "new_ref", "swap"}
     plain |= {"broadcast_in_dim", "dynamic_slice", "iota", "reshape"}
-    assert _carry_jaxprs() - plain - OPAQUE - set(PRIMITIVES) == set()
+    assert _containing_jaxprs() - plain - OPAQUE - set(PRIMITIVES) == set()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_names_of_primitives_stand_in_the_table_only(path):
+def test_names_of_primitives_are_in_the_table_only(path):
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare | ast.Match):
@@ -77,18 +78,19 @@ def test_names_of_primitives_stand_in_the_table_only(path):
             assert not found, f"{path.name}:{node.lineno}: {found}"
 
 
-def test_what_is_not_in_the_table_has_no_property():
+def test_properties_of_a_primitive_outside_the_table_are_none_or_calls_python():
     unknown = properties("a primitive of another library")
     assert unknown.op is Op.UNKNOWN and unknown.traits is Trait.NONE
     assert Trait.CALLS_PYTHON in properties("my_callback").traits
 
 
 def _facts(primitive, *args):
+    """Return (operation, whether it keeps constants) of a primitive's equation."""
     (eqn,) = jax.make_jaxpr(lambda *xs: primitive.bind(*xs))(*args).jaxpr.eqns
     return op_of(eqn), has(eqn, Trait.KEEPS_CONSTANTS)
 
 
-def test_a_renamed_primitive_is_mended_by_one_line(monkeypatch):
+def test_one_line_of_the_table_restores_a_renamed_primitive(monkeypatch):
     x = jnp.ones(3)
     before = _facts(lax.add_p, x, x)
     monkeypatch.setattr(lax.add_p, "name", "plus")
@@ -97,7 +99,7 @@ def test_a_renamed_primitive_is_mended_by_one_line(monkeypatch):
     assert _facts(lax.add_p, x, x) == before
 
 
-def test_a_renamed_collective_is_mended_by_one_line(monkeypatch):
+def test_one_line_of_the_table_restores_a_renamed_loop_with_a_collective(monkeypatch):
     @jaxmpi.jit
     def mean(x):
         return lax.scan(lambda c, _: (lax.pmean(c, jaxmpi.AXIS), None), x, None, length=2)[0]
