@@ -403,7 +403,7 @@ class LocalSGD:
 
 
 class FragmentLayout(ABC):
-    """How the parameters are divided into fragments, and how the state holds these.
+    """Division of the parameters into fragments, and the state that holds these.
 
     Attributes:
       keeps_anchor: whether the fragments keep the anchor from one averaging to the next.
