@@ -2,16 +2,21 @@
 
     tx = jaxmpi.distributed(optax.adam(1e-3), codec=jaxmpi.codecs.int8())
 
-A codec is a pair of functions. `mean(updates, state)` communicates, with the collectives of
-`jaxmpi`, and returns the mean and the new state. The mean must be equal on all ranks; the state
-differs between ranks.
+A codec is a pair of functions, see `Codec`. `init(params)` returns the first state.
+`mean(updates, state)` communicates, with the collectives of `jaxmpi`, and returns the mean and the
+new state. The mean must be equal on all ranks; the state may differ between ranks.
 
-The codecs that drop more than a rounding error use error feedback (Seide et al. 2014; Karimireddy
-et al. 2019). Each rank keeps what it did not send, and adds it to its next gradient:
+The codecs that drop more than a rounding error use error feedback (Seide et al. 2014, "1-bit
+stochastic gradient descent"; Karimireddy et al. 2019, "Error feedback fixes SignSGD"). Each rank
+keeps what it did not send, the residual e, and adds it to its next gradient g:
 
     m = g + e;    send encode(m);    e ← m - decode(encode(m))
 
-Every number arrives in the end, some of it in later steps.
+So all of a gradient arrives in the end, some of it in later steps. The codecs take trees of real
+floats, of any shapes, and return means in the same shapes and dtypes; residuals are float32. A leaf
+of another dtype is a TypeError with its path, from `init` and `mean`.
+
+Each docstring below has the bytes of a tree of n numbers, sent per rank, for p ranks.
 """
 
 import math
@@ -40,12 +45,17 @@ __all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
 def bf16(*, axis: Axis = AXIS) -> Codec:
     """Send bfloat16: half of float32's bytes, 8 bits of precision, the same range.
 
-    The sum is formed in float32 and rounded once more. On the native transport half of the bytes
-    travel; the other backends send short floats as float32. No state.
+    The sum is formed in float32 and rounded to bfloat16 once more. No state, no error feedback.
+
+    **Communication:** an allreduce: about 2 (p-1)/p · 2n bytes on the native transport. The other
+    backends send floats below 32 bits as float32, 4 bytes each.
 
     Args:
       axis: the axis of the ranks that the mean is over, as in `tree_allreduce`: the same as that of
         the transform that gets the codec.
+
+    Returns:
+      A `Codec` with a `one_message`.
     """
     return _cast("codecs.bf16", jnp.bfloat16, axis)
 
@@ -55,19 +65,24 @@ def f16(*, axis: Axis = AXIS) -> Codec:
 
     Numbers beyond ±65504 are sent as ±65504, and numbers below 3e-8 as zero. Otherwise like `bf16`.
 
+    **Communication:** as `bf16`.
+
     Args:
       axis: as in `bf16`.
+
+    Returns:
+      A `Codec` with a `one_message`.
     """
     return _cast("codecs.f16", jnp.float16, axis)
 
 
 def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
-    """Return the codec that sends each number in `dtype`."""
+    """Return the codec that sends each number in `dtype`; `name` is the public function."""
     largest = float(jnp.finfo(dtype).max)
 
     def encode(updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
         leaves, _ = floats(name, with_parameters(updates, name))
-        # a cast of a larger number would be infinite
+        # A cast of a larger number would give an infinity.
         return [jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], state
 
     def decode(means: list[jax.Array], like: PyTree) -> PyTree:
@@ -86,11 +101,15 @@ def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
 
 
 class Residual(NamedTuple):
-    """The state of `int8`: what this rank has not sent yet.
+    """The state of `int8`: the residuals of its two roundings, on this rank.
+
+    All numbers of a tree are one vector, cut into a row for each rank: `columns` is the length of a
+    row, in whole blocks.
 
     Attributes:
-      sent: the residual of its gradients, float32 `[size, columns]`.
-      summed: the residual of the means that it forms for all ranks, float32 `[columns]`.
+      sent: the residual of this rank's gradients, float32 `[size, columns]`.
+      summed: the residual of the means that this rank forms for all ranks, those of its row,
+        float32 `[columns]`.
     """
 
     sent: jax.Array
@@ -100,17 +119,23 @@ class Residual(NamedTuple):
 def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
     """Send 8 bits for each number, and one float32 for each block of numbers.
 
-    x ≈ s·q with s = max|x| / 127 over a block, and q = x / s rounded to an int8: about a quarter of
-    float32's bytes. Each rank receives its shard of all ranks' numbers (alltoall), adds them in
-    float32, rounds the mean in the same way and sends it to all (allgather). The residuals of both
-    roundings are added to the next mean (Tang et al. 2019, "DoubleSqueeze").
+        s = max|x| / 127 over a block;    q = x / s, rounded to an int8;    x ≈ s·q
 
-    For `local_sgd` with a delay there is one message and one rounding: every rank receives the
-    numbers of all ranks, which on many ranks is more bytes.
+    That is about a quarter of float32's bytes. Each rank receives its shard of all ranks' numbers
+    (alltoall), forms their mean in float32, rounds it in the same way and sends it to all
+    (allgather). The residuals of both roundings are added to the next mean (Tang et al. 2019,
+    "DoubleSqueeze"). The state has 4 bytes for each number, and 4/p more.
+
+    **Communication:** an alltoall and an allgather, each about (p-1)/p · (1 + 4/block) · n bytes.
+    For `local_sgd` with fragments or a delay, one allgather and one rounding: every rank sends its
+    (1 + 4/block) · n bytes to all, and receives (p-1) times as many, on many ranks more bytes.
 
     Args:
-      block: how many numbers share a scale.
+      block: the number of numbers that share a scale.
       axis: as in `bf16`.
+
+    Returns:
+      A `Codec` with a `one_message`. Its state is a `Residual`.
 
     Raises:
       ValueError: block is below 1.
@@ -118,29 +143,27 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
     _check_at_least_one("int8", "block", block)
     label = f"codecs.int8 block={block}"
 
-    def ranks() -> int:
-        return axis_size(axis, session.current("codecs"))
-
-    def columns(leaves: list[jax.Array]) -> int:
-        """Return the count of numbers in one rank's shard, in whole blocks."""
-        return _round_up(-(-_count(leaves) // ranks()), block)
-
     def init(params: PyTree) -> Residual:
         leaves, _ = floats("codecs.int8", params)
-        k = columns(leaves)
-        return Residual(jnp.zeros((ranks(), k), jnp.float32), jnp.zeros(k, jnp.float32))
+        size = axis_size(axis, session.current("codecs"))
+        # Each rank has a shard of the numbers, padded to whole blocks.
+        columns = _round_up(-(-_count(leaves) // size), block)
+        return Residual(jnp.zeros((size, columns), jnp.float32), jnp.zeros(columns, jnp.float32))
 
     def mean(updates: PyTree, state: Residual) -> tuple[PyTree, Residual]:
         leaves, put = floats("codecs.int8", with_parameters(updates, label))
-        # round 1: all leaves as one vector, cut into a row for each rank; this rank gets its shard
-        # from all ranks
-        sent, kept = int8_blocks.encode(leaves, state.sent, block)
-        received = Caller("codecs.int8").alltoall(sent, axis=axis)
-        # round 2: the shards of the mean go to all ranks, rounded like the gradients
-        answer, kept_of_mean = int8_blocks.encode_mean(received, state.summed, block)
-        gathered = Caller("codecs.int8").allgather(answer, axis=axis)
-        means = int8_blocks.decode(gathered, leaves, block)
-        return put(means), Residual(kept, kept_of_mean)
+        # Round 1: all leaves are one vector, cut into a row for each rank. Row q goes to rank q, so
+        # that this rank gets its row from all ranks.
+        rows, residual = int8_blocks.encode(leaves, state.sent, block)
+        received = Caller("codecs.int8").alltoall(rows, axis=axis)
+        # Round 2: this rank forms the mean of its row, rounds it as the gradients, and sends it to
+        # all ranks.
+        mean_row, residual_of_mean = int8_blocks.encode_mean(received, state.summed, block)
+        mean_rows = Caller("codecs.int8").allgather(mean_row, axis=axis)
+        means = int8_blocks.decode(mean_rows, leaves, block)
+        return put(means), Residual(residual, residual_of_mean)
+
+    # The same in one message: the state is the residual of the gradients, `[numbers]`.
 
     def init_one(params: PyTree) -> jax.Array:
         leaves, _ = floats("codecs.int8", params)
@@ -148,18 +171,19 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
 
     def encode_one(updates: PyTree, state: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         leaves, _ = floats("codecs.int8", with_parameters(updates, label))
-        sent, kept = int8_blocks.encode(leaves, state, block)
-        return [sent], kept
+        row, residual = int8_blocks.encode(leaves, state, block)
+        return [row], residual
 
     def decode_one(gathered: list[jax.Array], like: PyTree) -> PyTree:
         leaves, put = floats("codecs.int8", like)
-        numbers = int8_blocks.rows(gathered[0], block)
-        return put(_unflatten(jnp.mean(numbers, axis=0), leaves))
+        rows_of_ranks = int8_blocks.rows(gathered[0], block)  # `[size, numbers]`
+        return put(_unflatten(jnp.mean(rows_of_ranks, axis=0), leaves))
 
     return Codec(init, mean, OneMessage(init_one, encode_one, decode_one, averages=False), axis)
 
 
 def _count(leaves: list[jax.Array]) -> int:
+    """Return the number of numbers in all leaves together."""
     return sum(x.size for x in leaves)
 
 
@@ -169,7 +193,7 @@ def _round_up(n: int, block: int) -> int:
 
 
 def _unflatten(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return arrays like `leaves` with the numbers of a vector."""
+    """Return arrays in the shapes and dtypes of `leaves`, with the first numbers of a vector."""
     outs, start = [], 0
     for x in leaves:
         outs.append(flat[start : start + x.size].reshape(x.shape).astype(x.dtype))
@@ -183,14 +207,20 @@ def _unflatten(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
 def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
     """Send the largest numbers of each array with their positions: 8 bytes for each of them.
 
-    Of n numbers, the ⌈fraction·n⌉ with the largest absolute value are sent; the others are kept and
-    added to the next gradient. (Stich et al. 2018, "Sparsified SGD with memory"; Lin et al. 2018,
-    "Deep gradient compression".) The numbers of all ranks are gathered: each rank receives
-    p · fraction · n · 8 bytes, so it pays where fraction is well below 1/p.
+    Of the n numbers of an array, the ⌈fraction·n⌉ with the largest absolute value are sent; the
+    others are kept and added to the next gradient. (Stich et al. 2018, "Sparsified SGD with
+    memory"; Lin et al. 2018, "Deep gradient compression".) The state has 4 bytes for each number.
+
+    **Communication:** an allgather: each rank sends 8 · fraction · n bytes, and receives as many
+    from each other rank. So `topk` saves bytes where fraction is well below 1/p.
 
     Args:
-      fraction: above 0, at most 1.
+      fraction: the share of the numbers that is sent, above 0, at most 1.
       axis: as in `bf16`.
+
+    Returns:
+      A `Codec` with a `one_message`. Its state is a list of residuals, float32 `[n]` for each
+      array.
 
     Raises:
       ValueError: fraction is not in this range.
@@ -207,37 +237,48 @@ def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
     def encode(updates: PyTree, state: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         label = f"codecs.topk fraction={fraction}"
         leaves, _ = floats("codecs.topk", with_parameters(updates, label))
-        coded, kept = [], list(state)
+        coded, residuals = [], list(state)
         for i, x in enumerate(leaves):
-            if not x.size:  # of an empty array nothing is sent
+            if not x.size:  # an empty array sends nothing
                 continue
+            # m = g + e
             m = x.astype(jnp.float32).reshape(-1) + state[i]
             count = math.ceil(fraction * x.size)
             positions = jax.lax.top_k(jnp.abs(m), count)[1].astype(jnp.int32)
-            # positions and numbers travel as one int32 array, so that there is one message
+            # Positions and numbers travel as one int32 array, `[2, count]`, so that they share a
+            # message.
             numbers = jax.lax.bitcast_convert_type(m[positions], jnp.int32)
             coded.append(jnp.stack([positions, numbers]))
-            kept[i] = m.at[positions].set(0)
-        return coded, kept
+            # e ← m without what is sent
+            residuals[i] = m.at[positions].set(0)
+        return coded, residuals
 
     def mean(updates: PyTree, state: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
-        coded, kept = encode(updates, state)
-        return _decode_topk(Caller("codecs.topk").allgather(coded, axis=axis), updates), kept
+        coded, residuals = encode(updates, state)
+        gathered = Caller("codecs.topk").allgather(coded, axis=axis)
+        return _decode_topk(gathered, updates), residuals
 
     return Codec(init, mean, OneMessage(init, encode, _decode_topk, averages=False), axis)
 
 
 def _decode_topk(gathered: list[jax.Array], like: PyTree) -> PyTree:
-    """Return the mean of all ranks' numbers; `gathered` has `[size, 2, count]` for each array."""
+    """Return the mean over ranks of the numbers that they sent, in the shapes and dtypes of `like`.
+
+    Args:
+      gathered: what all ranks sent, int32 `[size, 2, count]`, for each array that is not empty.
+      like: a tree like the updates.
+    """
     leaves, put = floats("codecs.topk", like)
-    of_leaf, outs = iter(gathered), [jnp.zeros_like(x) for x in leaves]
+    outs = [jnp.zeros_like(x) for x in leaves]
+    rows_of_arrays = iter(gathered)
     for i, x in enumerate(leaves):
         if not x.size:
             continue
-        rows = next(of_leaf)
+        rows = next(rows_of_arrays)
         total = jnp.zeros(x.size, jnp.float32)
-        # One scatter for each rank, in the order of the ranks: the positions of one rank are
-        # unique, so the sum has the same bits on all ranks, on GPUs, too.
+        # One scatter for each rank, in the order of the ranks. A GPU adds several numbers for one
+        # position in any order. The positions of one rank are unique, so the order of all sums is
+        # fixed, and all ranks get the same bits.
         for row in rows:
             numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
             total = total.at[row[0]].add(numbers, unique_indices=True)
@@ -249,11 +290,11 @@ def _decode_topk(gathered: list[jax.Array], like: PyTree) -> PyTree:
 
 
 class LowRank(NamedTuple):
-    """The state of `powersgd`, with an entry for each array that it compresses.
+    """The state of `powersgd`: lists with an entry for each array that it compresses.
 
     Attributes:
-      q: the right factors, `[columns, rank]`, equal on all ranks.
-      error: the residual of this rank, `[rows, columns]`.
+      q: the right factors Q, float32 `[columns, rank]`, equal on all ranks.
+      error: the residuals E_r of this rank, float32 `[rows, columns]`.
     """
 
     q: list[jax.Array]
@@ -264,7 +305,7 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
     """Send each matrix as two thin ones: rank · (rows + columns) numbers, not rows · columns.
 
     An array of shape `[..., m]` is a matrix of m columns. With the gradient G_r of rank r and its
-    error E_r (Vogels et al. 2019, "PowerSGD"):
+    residual E_r (Vogels et al. 2019, "PowerSGD"):
 
         M_r = G_r + E_r
         P = orthonormal columns of (1/p) · Σ_r M_r·Q
@@ -273,19 +314,27 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
         E_r ← M_r - P·Qᵀ
 
     Q starts random and is kept from step to step: each step is one power iteration. Vectors, and
-    matrices that would not become smaller, are sent as they are. Two rounds of messages.
+    matrices that would not become smaller, are sent as they are.
+
+    **Communication:** two allreduces of float32 numbers: 4 · rank · rows bytes for each matrix,
+    together with the arrays that are sent as they are; then 4 · rank · columns bytes for each
+    matrix. Each rank sends about 2 (p-1)/p times these bytes.
 
     Args:
       rank: the number of columns of P and Q.
       axis: as in `bf16`.
+
+    Returns:
+      A `Codec` without a `one_message`: the second round needs the result of the first. Its state
+      is a `LowRank`.
 
     Raises:
       ValueError: rank is below 1.
     """
     _check_at_least_one("powersgd", "rank", rank)
 
-    def compressed_shapes(leaves: list[jax.Array]) -> dict[int, tuple[int, int]]:
-        """Return rows and columns of each array to compress, by the index of its leaf."""
+    def matrix_shapes(leaves: list[jax.Array]) -> dict[int, tuple[int, int]]:
+        """Return (rows, columns) of each array to compress, by the index of its leaf."""
         shapes = {}
         for i, x in enumerate(leaves):
             if x.ndim > 1 and x.size:
@@ -295,10 +344,10 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
         return shapes
 
     def init(params: PyTree) -> LowRank:
-        shapes = compressed_shapes(floats("codecs.powersgd", params)[0])
+        leaves, _ = floats("codecs.powersgd", params)
         qs, errors = [], []
-        for i, (n, m) in shapes.items():
-            # the key is the index of the leaf, so that all ranks start with the same Q
+        for i, (n, m) in matrix_shapes(leaves).items():
+            # The key is the index of the leaf, so that all ranks start with the same Q.
             qs.append(jax.random.normal(jax.random.key(i), (m, rank), jnp.float32))
             errors.append(jnp.zeros((n, m), jnp.float32))
         return LowRank(qs, errors)
@@ -306,33 +355,34 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
     def mean(updates: PyTree, state: LowRank) -> tuple[PyTree, LowRank]:
         label = f"codecs.powersgd rank={rank}"
         leaves, put = floats("codecs.powersgd", with_parameters(updates, label))
-        shapes = compressed_shapes(leaves)
+        shapes = matrix_shapes(leaves)
         uncompressed = {i: x for i, x in enumerate(leaves) if i not in shapes}
         # M = G + E
         ms = [
             leaves[i].astype(jnp.float32).reshape(shapes[i]) + e
             for i, e in zip(shapes, state.error, strict=True)
         ]
-        # round 1: the mean of M·Q, in one message with the arrays that are not compressed
+        # Round 1: the mean of M·Q, in one message with the arrays that are not compressed.
         products = [_matmul(m, q) for m, q in zip(ms, state.q, strict=True)]
         ps, outs = Caller("codecs.powersgd").allreduce(
             (products, uncompressed), op="mean", axis=axis
         )
         # All ranks have the same mean, so they find the same orthonormal P.
         ps = [jnp.linalg.qr(p)[0] for p in ps]
-        # round 2: Q = the mean of Mᵀ·P
+        # Round 2: Q ← the mean of Mᵀ·P
         products = [_matmul(m.T, p) for m, p in zip(ms, ps, strict=True)]
         qs = Caller("codecs.powersgd").allreduce(products, op="mean", axis=axis)
-        # the mean is P·Qᵀ, and E what M has beside it
-        found = [_matmul(p, q.T) for p, q in zip(ps, qs, strict=True)]
-        for i, x in zip(shapes, found, strict=True):
+        # mean ≈ P·Qᵀ, and E ← M - P·Qᵀ
+        means = [_matmul(p, q.T) for p, q in zip(ps, qs, strict=True)]
+        for i, x in zip(shapes, means, strict=True):
             outs[i] = x.reshape(leaves[i].shape).astype(leaves[i].dtype)
-        errors = [m - x for m, x in zip(ms, found, strict=True)]
-        # A gradient of zeros makes columns of Q zero, which would stay zero: keep the old ones.
-        kept = [
+        errors = [m - x for m, x in zip(ms, means, strict=True)]
+        # A gradient of zeros makes columns of Q zero. They would stay zero, since P is made of M·Q:
+        # keep the old ones.
+        next_qs = [
             jnp.where(jnp.any(q != 0, axis=0), q, old) for q, old in zip(qs, state.q, strict=True)
         ]
-        return put([outs[i] for i in range(len(leaves))]), LowRank(kept, errors)
+        return put([outs[i] for i in range(len(leaves))]), LowRank(next_qs, errors)
 
     return Codec(init, mean, axis=axis)
 
@@ -343,5 +393,6 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _check_at_least_one(codec: str, name: str, value: int) -> None:
+    """Raise a ValueError if the argument `name` of a codec is below 1."""
     if value < 1:
         raise ValueError(f"codecs.{codec}: {name} is {value}. It must be 1 or more.")

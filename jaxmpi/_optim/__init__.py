@@ -5,7 +5,7 @@ mean            `Mean`, the interface of all means; plain and weighted ones
 codec           means by a codec; the codecs are in `jaxmpi.codecs`
 adasum          Adasum, the adaptive sum of gradients
 deterministic   means with the same bits for any number of ranks; `micro_batch_grads`
-loss            `average_loss`; the loss and its functions that `update` gets beside the gradients
+loss            `average_loss`; the loss, and functions of it, as extra arguments of `update`
 distributed     `distributed`, `average_gradients`: the gradients of all ranks for an optimizer
 noise_scale     `measure_noise_scale`: the gradient noise scale
 int8_blocks     blocks of 8-bit numbers with a scale each, for `codecs.int8`

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one communication for several steps."""
+"""Gradient accumulation: one step of an optimizer, and one communication, for several gradients."""
 
 from typing import NamedTuple
 
@@ -21,8 +21,9 @@ class AccumulateState(NamedTuple):
     """The state of `accumulate`.
 
     Attributes:
-      calls: calls of `update` since the last communication, an int32 that is equal on all ranks.
-      sums: a `PerRankState` of Σ_i w_i·g_i of this rank, in 32 bits at least, and Σ_i w_i.
+      calls: calls of `update` since the last call of `inner`, an int32 that is equal on all ranks.
+      sums: a `PerRankState` of (Σ_i w_i·g_i, Σ_i w_i) over these calls, on this rank. The sums of
+        gradients have the shapes of the parameters, and 32 bits at least.
       inner: the state of the inner transform.
     """
 
@@ -36,9 +37,11 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
     """Give `inner` the mean of `every` gradients; between its calls the updates are zero.
 
-    ḡ = Σ_i w_i·g_i / Σ_i w_i over `every` calls of `update`, with w_i = 1 if `update` gets no
-    `weight`. If it gets weights, `inner` gets their sum as its `weight`: around `distributed` the
-    mean is exact over all micro-batches of all ranks.
+        ḡ = Σ_i w_i·g_i / Σ_i w_i
+
+    over `every` calls of `update`, with w_i = 1 if `update` gets no `weight`. If it gets weights,
+    `inner` gets their sum as its `weight`: around `distributed` the mean is exact over all
+    micro-batches of all ranks.
 
         tx = jaxmpi.accumulate(jaxmpi.distributed(optax.adam(1e-3)), every=4)
 
@@ -47,19 +50,27 @@ def accumulate(
     out.
 
     `inner` communicates in one call out of `every`; `optax.MultiSteps` would communicate in all of
-    them. Works in a `lax.scan` in a step, too. `accumulate(inner, 1)` is `inner`.
+    them. `update` may be called in a `lax.scan` in a step, too. `accumulate(inner, 1)` has the
+    state and the updates of `inner`.
 
     **Collective:** every rank calls `update` equally often, with equal `flush`.
-    **Communication:** that of `inner`, in every `every`-th call and where `flush` is True.
+    **Communication:** that of `inner`, in every `every`-th call and where `flush` is True; else
+    none.
 
     Args:
       inner: any optax transform, such as `distributed(...)` or `sharded(...)`.
       every: the number of calls of `update` for one call of `inner`.
 
+    Returns:
+      An optax transform with an `AccumulateState`. Its `update` takes one boolean `flush`, equal on
+      all ranks: as an argument of a step, it needs `replicated_argnums` or `static_argnums`.
+
     Raises:
-      ValueError: `every` is below 1; a weight that is negative or no scalar, as in `distributed`.
+      ValueError: `every` is below 1; in `update`, a gradient has another shape than its parameter,
+        or a weight is negative or no scalar, as in `distributed`. Called eagerly on several ranks,
+        `distributed` as `inner` raises the latter on all ranks, in the call that takes a step.
       TypeError: `inner` is no optax transform; a leaf of integers, with its path; `flush` is no
-        boolean. As an argument of a step, `flush` needs `replicated_argnums` or `static_argnums`.
+        boolean.
 
     >>> tx = accumulate(optax.sgd(1.0), every=4)
     >>> state = tx.init(jnp.array(0.0))
@@ -94,37 +105,43 @@ def accumulate(
         **extra_args: object,
     ) -> tuple[PyTree, AccumulateState]:
         _check_flush(flush)
-        # A wrong weight is NaN here, and reaches the other ranks in the mean of `inner`.
+        # Σ_i w_i·g_i and Σ_i w_i. A wrong weight is NaN here, and reaches the other ranks in the
+        # mean of `inner`.
         w, _ = as_weight("accumulate", 1 if weight is None else weight, updates)
-        sums, total = state.sums.per_rank
+        sums, total_weight = state.sums.per_rank
         sums = map_floats("accumulate", _add, sums, scaled("accumulate", updates, w))
-        total = total + w.astype(total.dtype)
+        total_weight = total_weight + w.astype(total_weight.dtype)
         calls = equal_on_all_ranks(state.calls) + 1
 
-        def step(total: jax.Array) -> tuple[PyTree, PyTree]:
-            safe = jnp.where(total != 0, total, 1)
+        def take_step(total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+            # Without any sample the sums are 0, and so is the mean.
+            divisor = jnp.where(total_weight != 0, total_weight, 1)
             mean = map_floats(
-                "accumulate", lambda s, x: (s / safe.astype(s.dtype)).astype(x.dtype), sums, updates
+                "accumulate",
+                lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype),
+                sums,
+                updates,
             )
-            weights = {} if weight is None else {"weight": total}
-            out, after = inner.update(mean, state.inner, params, **weights, **extra_args)
-            return out, equal_types(after, state.inner)
+            weight_args = {} if weight is None else {"weight": total_weight}
+            out, inner_state = inner.update(mean, state.inner, params, **weight_args, **extra_args)
+            return out, equal_types(inner_state, state.inner)
 
-        # the other branch returns zeros of the same types
-        shapes, _ = jax.eval_shape(step, total)
+        # The other branch returns zeros in the shapes and dtypes that `inner` would return.
+        shapes, _ = jax.eval_shape(take_step, total_weight)
 
-        def wait(total: jax.Array) -> tuple[PyTree, PyTree]:
+        def wait(total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state.inner
 
         # `calls` and `flush` are equal on all ranks, so all take the branch that communicates.
-        full = (calls == every) | flush
-        out, after = either(full, step, wait, total)
-        calls, sums, total = jax.tree.map(
-            lambda x: jnp.where(full, jnp.zeros_like(x), x), (calls, sums, total)
+        is_due = (calls == every) | flush
+        out, inner_state = either(is_due, take_step, wait, total_weight)
+        # After a step, start again from zero.
+        calls, sums, total_weight = jax.tree.map(
+            lambda x: jnp.where(is_due, jnp.zeros_like(x), x), (calls, sums, total_weight)
         )
-        return out, AccumulateState(calls, PerRankState((sums, total)), after)
+        return out, AccumulateState(calls, PerRankState((sums, total_weight)), inner_state)
 
-    def update_at_once(
+    def update_every_call(
         updates: PyTree,
         state: PyTree,
         params: PyTree = None,
@@ -136,24 +153,26 @@ def accumulate(
         return inner.update(updates, state, params, **extra_args)
 
     if every == 1:
-        return optax.GradientTransformationExtraArgs(inner.init, update_at_once)
+        return optax.GradientTransformationExtraArgs(inner.init, update_every_call)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_flush(flush: ArrayLike) -> None:
+    """Raise a TypeError unless `flush` is one boolean, of Python, NumPy or JAX."""
     dtype, shape = getattr(flush, "dtype", type(flush)), getattr(flush, "shape", ())
-    if dtype not in (bool, np.dtype(bool)) or shape != ():
-        what = (
-            repr(flush)
-            if isinstance(flush, int | float | str)
-            else f"an array of {dtype} and shape {list(shape)}"
-        )
-        raise TypeError(
-            f"accumulate: flush is {what}, not one boolean. Pass True in the last call of an epoch."
-        )
+    if dtype in (bool, np.dtype(bool)) and shape == ():
+        return
+    if isinstance(flush, int | float | str):
+        found = repr(flush)
+    else:
+        found = f"an array of {dtype} and shape {list(shape)}"
+    raise TypeError(
+        f"accumulate: flush is {found}, not one boolean. Pass True in the last call of an epoch."
+    )
 
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the sum x plus the gradient y; a ValueError unless they have one shape."""
     if x.shape != y.shape:
         raise ValueError(
             f"accumulate: a gradient has shape {list(y.shape)}, and its parameter {list(x.shape)}. "

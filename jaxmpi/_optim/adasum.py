@@ -1,15 +1,14 @@
-"""Adasum: a sum of gradients from which what they have in common is left out.
+"""Adasum: the sum of gradients that are orthogonal, and the mean of gradients that are equal.
 
 Two gradients a and b are combined into (Maleki et al. 2020, "Scaling distributed training with
 adaptive summation", eq. 5)
 
     a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b
 
-which is their sum if they are orthogonal, and their mean if they are equal. More gradients are
-combined in a binary tree of the ranks, for any number of them: neighbors first; a rank without a
-neighbor waits for the next round. All intermediate gradients of the tree are sums Σ_r c_r·g_r, and
-their inner products follow from those of the g_r. So the ranks form the matrix of the g_r·g_s once,
-and each computes the coefficients c_r of the result from it (`coefficients`).
+More gradients are combined in a binary tree of the ranks, for any number of them: neighbors first;
+a rank without a neighbor waits for the next round. All gradients in the tree are sums Σ_r c_r·g_r,
+and their inner products follow from those of the g_r. So the ranks form the matrix of the g_r·g_s
+once, and each computes the coefficients c_r of the result from it (`coefficients`).
 """
 
 from dataclasses import dataclass

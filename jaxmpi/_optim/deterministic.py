@@ -1,17 +1,23 @@
 """Deterministic sums: the same bits for any number of ranks, and of threads.
 
-Floating-point sums depend on their order, so three orders are fixed:
+A training step with M micro-batches on p ranks is
+
+    g_i = gradient of micro-batch i          `micro_batch_grads`: M/p of them on each rank
+    g   = (1/M) · Σ_i g_i                    `MicroBatchMean`, on all ranks
+    updates, state ← inner(g, state)         `invariant_update`
+
+Floating-point sums depend on their order, so the order is fixed in three places:
 
 1. Over micro-batches. A global batch is cut into M micro-batches, whatever the number of ranks.
    Each is differentiated by itself, in a loop with the same body everywhere, and the M gradients
    are added in one binary tree: neighbors first, then their sums (`MicroBatchMean`).
 2. Within a micro-batch and within the optimizer, for any number of threads. XLA's CPU backend gives
    sums of arrays to a library that splits them among its threads, so the same program has other
-   bits with two threads than with one. It keeps a sum in one loop if the sum has to do arithmetic
-   on the way: here, a multiplication with a number that is always 1, which XLA cannot know
-   (`in_one_order`). Matrix products stay as they are.
-3. Between the two: XLA must not fuse the last sum with the optimizer's arithmetic on some numbers
-   of ranks only (`_fusion_barrier`).
+   bits with two threads than with one. XLA keeps a sum in one loop of its own if the summands are
+   computed in that loop. So each summand is multiplied by a number that is always 1, which XLA
+   cannot know (`in_one_order`). Matrix products stay as they are.
+3. Between the two: on one rank XLA could fuse the last sum with the optimizer's arithmetic, which
+   it cannot where a message is between them (`_fusion_barrier`).
 """
 
 import os
@@ -61,33 +67,36 @@ def micro_batch_grads(
         tx = jaxmpi.distributed(optax.adam(1e-3), micro_batches=8)
         updates, state = tx.update(grads, state, params)
 
-    Sums in `fun` have one order for any number of threads. Long matrix products on CPUs do not:
-    give the ranks of all runs the same number of threads, with `jaxmpi run --threads 1` or NPROC=1.
-    On GPUs, XLA has one order only with `--xla_gpu_deterministic_ops=true` in XLA_FLAGS.
+    The updates have the same bits on any number of ranks that divides M. Sums in `fun` have one
+    order for any number of threads. Long matrix products on CPUs do not: give the ranks of all runs
+    the same number of threads, with `jaxmpi run --threads 1` or NPROC=1. On GPUs, XLA has one order
+    only with `--xla_gpu_deterministic_ops=true` in XLA_FLAGS.
 
-    **Collective:** no.
+    **Collective:** no; nothing is sent.
 
     Args:
       fun: (params, batch, *rest) -> any pytree, such as `jax.grad` of a loss that averages over its
-        batch. It does not communicate: batch statistics of all ranks, for example, would depend on
+        batch. It must not communicate: batch statistics of all ranks, for example, would depend on
         the number of ranks.
-      micro_batches: M, of all ranks together, or of the ranks of a group.
+      micro_batches: M, of all p ranks together, or of the p ranks of a group.
       axis: as in `distributed`: the ranks of each group share the micro-batches.
 
     Returns:
-      A function of the same arguments. It cuts the leaves of `batch`, `[b, ...]`, into M/p
-      micro-batches and returns the stacked results, `[M/p, ...]`.
+      A function of the same arguments. `batch` is this rank's share of the global batch: leaves
+      `[b, ...]`. It is cut into M/p micro-batches `[b·p/M, ...]`; the results of `fun` are returned
+      as stacks, leaves `[M/p, ...]` in the dtypes of `fun`.
 
     Warns:
       UserWarning: on a GPU, if XLA_FLAGS has no `--xla_gpu_deterministic_ops`.
 
     Raises:
-      ValueError: when called, if the ranks do not divide M, or M/p does not divide the batch, with
-        the leaf; if `fun` communicates, with the source line.
+      ValueError: when called, if the number of ranks p does not divide M (`RankCountError`), or M/p
+        does not divide the length b of a leaf of the batch, with its path; if `fun` communicates,
+        with the source line.
     """
 
     def grads(params: PyTree, batch: PyTree, *rest: PyTree) -> PyTree:
-        here = _micro_batches_here("micro_batch_grads", micro_batches, axis)
+        count_here = _micro_batches_per_rank("micro_batch_grads", micro_batches, axis)
         flags = os.environ.get("XLA_FLAGS", "")
         if jax.default_backend() == "gpu" and "xla_gpu_deterministic_ops" not in flags:
             warnings.warn(
@@ -97,28 +106,33 @@ def micro_batch_grads(
             )
 
         def split(path: KeyPath, x: ArrayLike) -> jax.Array:
-            if jnp.ndim(x) == 0 or len(x) % here:
+            if jnp.ndim(x) == 0 or len(x) % count_here:
                 raise (RankCountError if jnp.ndim(x) else ValueError)(
                     f"micro_batch_grads: leaf {leaf_name(path)} of the batch has shape "
-                    f"{list(jnp.shape(x))}, which cannot be cut into {here} micro-batches. Choose "
-                    f"a batch size that {micro_batches} divides."
+                    f"{list(jnp.shape(x))}, which cannot be cut into {count_here} micro-batches. "
+                    f"Choose a batch size that {micro_batches} divides."
                 )
-            return jnp.reshape(x, (here, len(x) // here, *jnp.shape(x)[1:]))
+            return jnp.reshape(x, (count_here, len(x) // count_here, *jnp.shape(x)[1:]))
 
-        batches = jax.tree_util.tree_map_with_path(split, batch)
-        return lax.map(in_one_order(lambda one: fun(params, one, *rest), _check_silent), batches)
+        # A loop: its body is the same program on any number of ranks.
+        stacks = jax.tree_util.tree_map_with_path(split, batch)
+        one_gradient = in_one_order(
+            lambda micro_batch: fun(params, micro_batch, *rest), _check_no_communication
+        )
+        return lax.map(one_gradient, stacks)
 
     return compiled(grads, "micro_batch_grads")
 
 
-def _check_silent(jaxpr: ClosedJaxpr) -> None:
-    """Raise a ValueError if a function of micro-batches communicates."""
+def _check_no_communication(jaxpr: ClosedJaxpr) -> None:
+    """Raise a ValueError if a function of micro-batches communicates, with the source line."""
     for *callers, eqn in _equations(jaxpr):
         is_collective = op_of(eqn) in (Op.TRACED_COLLECTIVE, Op.BROADCAST) or (
             not subjaxprs(eqn) and communicates(eqn)
         )
         if not is_collective:
             continue
+        # the innermost line of the user's code: that of the equation, or of a call around it
         lines = map(_jaxcompat.source_place, (eqn, *reversed(callers)))
         line = next(filter(None, lines), "a line of a library")
         raise ValueError(
@@ -134,13 +148,18 @@ def _check_silent(jaxpr: ClosedJaxpr) -> None:
 @final
 @dataclass(frozen=True)
 class MicroBatchMean(Mean):
-    """The mean of all ranks' micro-batches, added in one binary tree: leaves `[M/p, ...]`.
+    """The mean of all ranks' micro-batches, added in one binary tree.
 
-    mean = (1/M) · Σ_i g_i over i = 0 ... M-1, in an order that does not depend on p. `extra` has
-    the same first axis, and is averaged in the same tree.
+        mean = (1/M) · Σ_i g_i over i = 0 ... M-1
+
+    in an order that does not depend on the number of ranks p: g_0 + g_1, g_2 + g_3, ..., then the
+    sums of neighbors, and so on. The leaves of `updates` are `[M/p, ...]`, the gradients of this
+    rank's micro-batches; their means are `[...]`, in the same dtypes, added in 32 bits at least.
+    `extra` has the same first axis, and is averaged in the same tree.
 
     **Communication:** an alltoall of the sums of this rank's complete branches, and an allgather of
-    the mean.
+    the mean, in 32 bits at least. With n numbers in a gradient, and b branches on each rank, a rank
+    sends about (p-1)/p · (b + 1) · n numbers; b = 1 if M/p is a power of two.
     """
 
     function: str
@@ -163,50 +182,59 @@ class MicroBatchMean(Mean):
     def _mean_of(self, stacks: PyTree) -> PyTree:
         function, micro_batches = self.function, self.micro_batches
         size = axis_size(self.axis, session.current(function))
-        here = _micro_batches_here(function, micro_batches, self.axis)
-        # This rank has the micro-batches from rank·here on. Blocks of `branch` of them, the largest
-        # power of two that divides `here`, are complete branches of the tree. On one rank that is
-        # the whole tree.
-        branch = here & -here if size > 1 else here
+        count_here = _micro_batches_per_rank(function, micro_batches, self.axis)
+        # This rank has the micro-batches from rank · count_here on. Blocks of `branch` of them, the
+        # largest power of two that divides count_here, are complete branches of the tree, whatever
+        # the rank. On one rank that is the whole tree.
+        branch = count_here & -count_here if size > 1 else count_here
 
         def check(path: KeyPath, x: jax.Array) -> None:
-            if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != here):
+            if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != count_here):
                 raise ValueError(
                     f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first "
-                    f"axis must be the {here} micro-batches of this rank. Make the gradients with "
-                    "jaxmpi.micro_batch_grads."
+                    f"axis must be the {count_here} micro-batches of this rank. Make the gradients "
+                    "with jaxmpi.micro_batch_grads."
                 )
 
         jax.tree_util.tree_map_with_path(check, stacks)
         named = with_parameters(stacks, f"{function} micro_batches={micro_batches}")
 
-        # Each rank adds up its complete branches: [here / branch, numbers], or [numbers] on one
-        # rank.
+        # 1. Each rank adds up its complete branches: `[branches, numbers]`, or, on one rank,
+        #    `[numbers]`.
         def add_branches(x: jax.Array) -> jax.Array:
-            numbers = x.size // here
-            x = x.astype(wide(x.dtype)).reshape(here // branch, branch, numbers)
-            return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, numbers))
+            numbers = x.size // count_here
+            x = x.astype(wide(x.dtype))
+            if size == 1:
+                return _tree_sum(x.reshape(count_here, numbers))
+            return jax.vmap(_tree_sum)(x.reshape(count_here // branch, branch, numbers))
 
         sums = map_floats(function, add_branches, named)
+        # 2. The rest of the tree spans ranks. Each rank gets its shard of the numbers from all
+        #    branches (alltoall: `[size, branches, columns]`, the branches in the order of the
+        #    micro-batches), adds them in the order of the tree, and sends the sums to all ranks
+        #    (allgather: `[size, columns]`).
         if size > 1:
-            # The rest of the tree spans ranks. Each rank gets one shard of the numbers, of all
-            # branches (alltoall: [size, here / branch, columns]), adds them in the order of the
-            # tree, and sends the sums to all (allgather).
             caller = Caller("micro_batch_grads")
             shards = map_floats(function, lambda x: _shards_of_rows(x, size), sums)
             shards = caller.alltoall(shards, axis=self.axis)
             sums = map_floats(function, lambda x: _tree_sum(lax.collapse(x, 0, 2)), shards)
             sums = caller.allgather(sums, axis=self.axis)
 
-        def finish(x: jax.Array, total: jax.Array) -> jax.Array:
-            n = x.size // here
-            return (total.reshape(-1)[:n] / micro_batches).reshape(x.shape[1:]).astype(x.dtype)
+        # 3. Divide by M, and drop the padding of the shards.
+        def mean_of(x: jax.Array, total: jax.Array) -> jax.Array:
+            numbers = x.size // count_here
+            mean = total.reshape(-1)[:numbers] / micro_batches
+            return mean.reshape(x.shape[1:]).astype(x.dtype)
 
-        return _fusion_barrier(function, map_floats(function, finish, stacks, sums))
+        return _fusion_barrier(function, map_floats(function, mean_of, stacks, sums))
 
 
-def _micro_batches_here(function: str, micro_batches: int, axis: Axis) -> int:
-    """Return M/p, the number of micro-batches of each rank."""
+def _micro_batches_per_rank(function: str, micro_batches: int, axis: Axis) -> int:
+    """Return M/p, the number of micro-batches of each rank.
+
+    Raises:
+      ValueError: M is below 1, or p does not divide it (`RankCountError`).
+    """
     size = axis_size(axis, session.current(function))
     if micro_batches < 1 or micro_batches % size:
         raise (RankCountError if micro_batches > 0 else ValueError)(
@@ -217,13 +245,16 @@ def _micro_batches_here(function: str, micro_batches: int, axis: Axis) -> int:
 
 
 def _shards_of_rows(x: jax.Array, size: int) -> jax.Array:
-    """Cut each row of `[k, n]`: `[size, k, ⌈n/size⌉]`, padded with zeros."""
+    """Cut each row of `[k, n]` into `size` shards, padded with zeros: `[size, k, ⌈n/size⌉]`."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
     return x.reshape(len(x), size, x.shape[1] // size).swapaxes(0, 1)
 
 
 def _tree_sum(x: jax.Array) -> jax.Array:
-    """Return the sum of `[k, ...]` over its first axis: of neighbors, then of their sums."""
+    """Return the sum of `[k, ...]` over its first axis: of neighbors, then of their sums.
+
+    An odd last element waits for the next round.
+    """
     while len(x) > 1:
         even = len(x) // 2 * 2
         x = jnp.concatenate([x[0:even:2] + x[1:even:2], x[even:]])
@@ -231,11 +262,12 @@ def _tree_sum(x: jax.Array) -> jax.Array:
 
 
 def _fusion_barrier(function: str, tree: PyTree) -> PyTree:
-    """Return the same numbers, such that XLA does not fuse through them.
+    """Return the tree as it is, in a way that XLA does not fuse operations across it.
 
     Without it, on one rank XLA fuses the sum with the optimizer's arithmetic, and rounds
     differently: a product and a sum become one operation (FMA). XLA drops an `optimization_barrier`
-    before it fuses. But it does not know that n² + n is even, so it must keep this branch.
+    before it fuses. But it does not know that n² + n is even for an integer n, also where it
+    overflows. So it must keep a branch that depends on it.
     """
     leaves = [x for x in jax.tree.leaves(tree) if x.size and x.dtype != jax.dtypes.float0]
     if not leaves:
@@ -255,30 +287,29 @@ def _fusion_barrier(function: str, tree: PyTree) -> PyTree:
 def invariant_update(
     inner: optax.GradientTransformationExtraArgs,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return `inner.update` with the same bits for any number of threads.
+    """Return a function like `inner.update` with the same bits for any number of threads.
 
-    Raises:
-      ValueError: `inner` multiplies matrices: no order of those sums is independent of the threads
-        of a rank.
+    When called, it raises a ValueError if `inner` multiplies matrices: the order of those sums
+    depends on the threads of a rank.
     """
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
-        return in_one_order(lambda *args: inner.update(*args, **extra_args), _check_orderable)(
-            updates, state, params
-        )
+        return in_one_order(
+            lambda *args: inner.update(*args, **extra_args), _check_no_matrix_product
+        )(updates, state, params)
 
     return update
 
 
-def _check_orderable(jaxpr: ClosedJaxpr) -> None:
-    """Raise a ValueError if an optimizer multiplies matrices."""
+def _check_no_matrix_product(jaxpr: ClosedJaxpr) -> None:
+    """Raise a ValueError if an optimizer multiplies matrices, with the name of the transform."""
     for path in _equations(jaxpr):
         product = path[-1].primitive.name
         if not has(path[-1], Trait.MATRIX_PRODUCT):
             continue
-        # the innermost function `<transform>.<locals>.update` around the product
+        # The transform is the innermost function `<transform>.<locals>.update` around the product.
         names: list[str] = []
         for eqn in reversed(path):
             names.extend(_jaxcompat.function_names(eqn))
@@ -295,41 +326,43 @@ def _check_orderable(jaxpr: ClosedJaxpr) -> None:
 def in_one_order(
     fun: Callable[..., PyTree], check: Callable[[ClosedJaxpr], None]
 ) -> Callable[..., PyTree]:
-    """Return a function of pytrees of arrays with its sums in one order.
+    """Return `fun` with all sums of floats in one order for any number of threads.
 
-    `check` gets the jaxpr of the function, and may raise.
+    Args:
+      fun: a function of pytrees of arrays.
+      check: called with the jaxpr of `fun` before it is evaluated; it may raise.
     """
 
     def run(*args: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(args)
-        tree: PyTree = None
+        out_treedef: PyTree = None
 
         def flat(*xs: jax.Array) -> list[jax.Array]:
-            nonlocal tree
-            outs, tree = jax.tree.flatten(fun(*treedef.unflatten(xs)))
+            nonlocal out_treedef
+            outs, out_treedef = jax.tree.flatten(fun(*treedef.unflatten(xs)))
             return outs
 
         jaxpr = jax.make_jaxpr(flat)(*leaves)
         check(jaxpr)
-        return tree.unflatten(evaluate(jaxpr, _InOrder(), *leaves))
+        return out_treedef.unflatten(evaluate(jaxpr, _SumsInOneOrder(), *leaves))
 
     return run
 
 
-class _InOrder:
-    """The rule by which each equation is evaluated: the operand of a sum is multiplied by 1.
+class _SumsInOneOrder:
+    """A rule of `evaluate` for each equation: the operand of a sum is multiplied by 1.
 
-    Each sum has another 1: if two had the same, XLA would compute the product once and give it to
-    both sums.
+    Each sum has its 1 from another computation. If two sums of an array had the same, XLA would
+    compute the product once, before both, and the sums would have no arithmetic in their loops.
     """
 
     def __init__(self) -> None:
-        self._numbers = count()
+        self._numbers = count()  # one for each sum
 
     def __call__(self, eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
         if _is_float_sum(eqn):
             return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
-        # A loop or a call with a sum in it is evaluated by the same rule; all else as it is.
+        # A loop, branch or call with a sum in it is evaluated by the same rule; all else as it is.
         op = op_of(eqn)
         if op not in (Op.CALL, Op.LINEAR_SOLVE, *BRANCHES_AND_LOOPS) or not _contains_sum(eqn):
             return _jaxcompat.bind(eqn, xs)
@@ -342,12 +375,14 @@ class _InOrder:
             return evaluate(jaxpr, self, *operands)
 
     def _inner(self, jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+        """Return the body of a loop or branch with its sums in one order."""
         avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         return jax.make_jaxpr(lambda *xs: evaluate(jaxpr, self, *xs))(*structs)
 
 
 def _is_float_sum(eqn: JaxprEqn) -> bool:
+    """Return whether an equation adds up the elements of an array of floats that has some."""
     if not _is_sum_over_elements(eqn):
         return False
     operand = eqn.invars[0].aval
@@ -355,10 +390,12 @@ def _is_float_sum(eqn: JaxprEqn) -> bool:
 
 
 def _is_sum_over_elements(eqn: JaxprEqn) -> bool:
+    """Return whether an equation adds up elements of an array, along some of its axes."""
     return op_of(eqn) is Op.REDUCE and reduction_of(eqn) == "sum"
 
 
 def _contains_sum(eqn: JaxprEqn) -> bool:
+    """Return whether there is a sum in the inner jaxprs of a loop, branch or call."""
     for jaxpr in subjaxprs(eqn):
         for path in _equations(jaxpr):
             if _is_sum_over_elements(path[-1]):
@@ -369,7 +406,10 @@ def _contains_sum(eqn: JaxprEqn) -> bool:
 def _equations(
     jaxpr: Jaxpr | ClosedJaxpr, callers: tuple[JaxprEqn, ...] = ()
 ) -> Iterator[tuple[JaxprEqn, ...]]:
-    """Yield all equations, inner ones included, each behind the equations that contain it."""
+    """Yield each equation with those around it, inner equations included.
+
+    The last of a tuple is the equation, those before it contain it, outermost first.
+    """
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         yield (*callers, eqn)
         for inner in subjaxprs(eqn):
@@ -377,6 +417,6 @@ def _equations(
 
 
 def _one(x: jax.Array, k: int) -> jax.Array:
-    """Return the number 1, which XLA cannot know: n² + n is even, for n = x[0] + k."""
+    """Return the number 1 in a way that XLA cannot know: n² + n is even, for n = x[0] + k."""
     n = x.reshape(-1)[0].real.astype(jnp.int32) + k
     return jnp.where((n * n + n) % 2 == 0, 1, -1).astype(x.dtype)

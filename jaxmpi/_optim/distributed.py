@@ -78,10 +78,10 @@ def distributed(
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
     **Communication:** in `update` only. For "mean" and "sum", that of one `tree_allreduce`; the
     weight and `value` travel in the same message, and `grad` is sent only if it is not the same
-    arrays as the gradients. For "max", "min" and "prod", `value` and `grad` take a second message.
-    "adasum", a codec and micro-batches send messages of another form, see their arguments. A
-    callable communicates each time `inner` calls it. An eager call with a weight and an axis sends
-    one number more, to all ranks.
+    arrays as the gradients. For the other ops and with a codec they take a message of their own.
+    What "adasum", a codec and micro-batches send is at their arguments. A callable communicates
+    each time `inner` calls it. An eager call with a weight and an axis sends one number more, to
+    all ranks.
 
     Args:
       inner: any optax transform.

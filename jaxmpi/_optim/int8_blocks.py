@@ -2,13 +2,14 @@
 
     s = max|x| · (1/127) over a block;    q = round(x · (1/s));    decode(encode(x)) = s·q
 
-A row of k float32 numbers, in whole blocks, becomes `[k + 4·k/block]` int8: the numbers, and behind
-them the bytes of the scales, so that there is one message.
+A row of k float32 numbers, in whole blocks, is encoded as `[k + 4·k/block]` int8: the k numbers q,
+and after them the 4 bytes of each float32 scale s. So both are in one message.
 
-Each function has two forms. The one in JAX is for every backend, and is a dozen passes over the
-numbers. A primitive is the other one: in a program that is compiled for a CPU it calls the loops of
-native/int8.h, which pass over the numbers once. Both give the same bits in every program, because
-each operation is rounded by itself, in the order in which it is written here.
+Each function has two implementations. The one in JAX works on every backend, and passes over the
+numbers a dozen times. The other one is a primitive: in a program that is compiled for a CPU it
+calls the loops of native/int8.h, which pass over the numbers once. Both give the same bits in every
+program, because each operation is rounded by itself, in the order in which it is written here. A
+`Form` holds both.
 """
 
 import math
@@ -30,49 +31,51 @@ __all__ = ["decode", "encode", "encode_mean", "rows"]
 Parameter: TypeAlias = int | tuple[tuple[int, ...], ...]  # a block, or the shapes of arrays
 
 SCALE_BYTES = 4
-SMALLEST = jnp.finfo(jnp.float32).tiny  # the smallest normal number
+SMALLEST_SCALE = jnp.finfo(jnp.float32).tiny  # the smallest normal number
 
 
 def encode(xs: Sequence[jax.Array], residual: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Encode m = x + e, and return what the code lacks.
+    """Encode m = x + e, and return the code and the new residual.
 
     Args:
-      xs: arrays of floats, which are one vector of numbers; zeros are behind it.
-      residual: e, float32 `[..., k]`, of the shape in which m is cut.
-      block: how many numbers share a scale.
+      xs: arrays of floats; x is all their numbers as one vector, padded with zeros to the size of
+        e, and cut into its shape.
+      residual: e, float32 `[..., k]`; k is a multiple of `block`.
+      block: the number of numbers that share a scale.
 
     Returns:
-      (encode(m) `[..., k + 4·k/block]`, m - decode(encode(m)) `[..., k]`).
+      (encode(m), int8 `[..., k + 4·k/block]`; m - decode(encode(m)), float32 `[..., k]`).
     """
     numbers = [x.astype(jnp.float32) for x in xs]
-    coded, kept = _call(encode_form, residual, *numbers, block=block)
-    return coded, kept
+    coded, new_residual = _call(encode_form, residual, *numbers, block=block)
+    return coded, new_residual
 
 
 def encode_mean(
     received: jax.Array, residual: jax.Array, block: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Encode y = (1/p) · Σ_r decode(received[r]) + e, and return what the code lacks.
+    """Encode y = (1/p) · Σ_r decode(received[r]) + e, and return the code and the new residual.
 
     Args:
-      received: the codes of all ranks, `[size, k + 4·k/block]`.
+      received: the codes of all p ranks, int8 `[size, k + 4·k/block]`.
       residual: e, float32 `[k]`.
-      block: how many numbers share a scale.
+      block: the number of numbers that share a scale.
 
     Returns:
-      (encode(y) `[k + 4·k/block]`, y - decode(encode(y)) `[k]`).
+      (encode(y), int8 `[k + 4·k/block]`; y - decode(encode(y)), float32 `[k]`).
     """
-    coded, kept = _call(encode_mean_form, residual, received, block=block)
-    return coded, kept
+    coded, new_residual = _call(encode_mean_form, residual, received, block=block)
+    return coded, new_residual
 
 
 def decode(coded: jax.Array, like: Sequence[jax.Array], block: int) -> list[jax.Array]:
-    """Decode rows, which are one vector of numbers, into arrays of the shapes and dtypes of `like`.
+    """Decode rows into arrays with the shapes and dtypes of `like`; the inverse of `encode`.
 
     Args:
-      coded: the codes, `[rows, k + 4·k/block]`.
-      like: the arrays; all of them together have at most rows · k numbers.
-      block: how many numbers share a scale.
+      coded: the codes, int8 `[rows, k + 4·k/block]`. All rows together are one vector of numbers,
+        and the arrays have its first numbers.
+      like: the arrays, with at most rows · k numbers together.
+      block: the number of numbers that share a scale.
     """
     shapes = tuple(x.shape for x in like)
     numbers = _call(decode_form, coded, block=block, shapes=shapes)
@@ -80,7 +83,7 @@ def decode(coded: jax.Array, like: Sequence[jax.Array], block: int) -> list[jax.
 
 
 def rows(coded: jax.Array, block: int) -> jax.Array:
-    """Decode each row: float32 `[..., k]` of int8 `[..., k + 4·k/block]`."""
+    """Decode each row: return float32 `[..., k]` for int8 `[..., k + 4·k/block]`."""
     k = coded.shape[-1] // (block + SCALE_BYTES) * block
     q, scales = coded[..., :k], coded[..., k:].reshape(*coded.shape[:-1], k // block, SCALE_BYTES)
     scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
@@ -92,23 +95,26 @@ def rows(coded: jax.Array, block: int) -> jax.Array:
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """Return the same numbers, such that XLA rounds them.
+    """Return x, computed such that XLA rounds it before it is used.
 
     In some programs XLA makes one operation (FMA) of a product and the sum that it is added to, and
-    rounds once. It does not know that this choice is none, so it makes both operations.
+    rounds once. Here a `where` is between the two, which returns x in both cases. XLA does not know
+    that, and keeps the product and the sum apart.
     """
     return jnp.where(x == x, x, jnp.nan)
 
 
 def _code(x: jax.Array, block: int) -> jax.Array:
-    """Encode each row: int8 `[..., k + 4·k/block]` of float32 `[..., k]`."""
+    """Encode each row: return int8 `[..., k + 4·k/block]` for float32 `[..., k]`."""
     blocks = x.reshape(*x.shape[:-1], -1, block)
-    # by their bits, as XLA's maximum of floats misses a NaN in some programs
+    # max|x| of a block, as an integer: XLA's maximum of floats misses a NaN in some programs. The
+    # bits of floats that are 0 or more, read as integers, have the same order, with NaN above all.
     magnitudes = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
     largest = jnp.max(magnitudes, axis=-1, keepdims=True)
     scale = jax.lax.bitcast_convert_type(largest, jnp.float32) * np.float32(1 / 127)
-    # numbers so small that a scale has few bits are not sent: q = 0
-    inverse = 1 / jnp.where(scale < SMALLEST, 1, scale)
+    # A scale below the normal numbers has few bits. The numbers of its block are not sent: with the
+    # inverse 1, all q are 0.
+    inverse = 1 / jnp.where(scale < SMALLEST_SCALE, 1, scale)
     q = jnp.round(blocks * inverse).astype(jnp.int8)
     scales = jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)
     return jnp.concatenate([q.reshape(x.shape), scales.reshape(*x.shape[:-1], -1)], axis=-1)
@@ -123,7 +129,7 @@ def _encode_in_jax(residual: jax.Array, *xs: jax.Array, block: int) -> list[jax.
 
 
 def _encode_mean_in_jax(residual: jax.Array, received: jax.Array, *, block: int) -> list[jax.Array]:
-    # in the order of the ranks, which that of `jnp.sum` is not in every program
+    # Add in the order of the ranks: `jnp.sum` has another order in some programs.
     first, *others = rows(received, block)
     total = sum(others, first)
     y = _rounded(total * np.float32(1 / len(received))) + residual
@@ -142,15 +148,17 @@ def _decode_in_jax(
     return outs
 
 
-# --- both forms as a primitive -------------------------------------------------------------------
+# --- the primitives ------------------------------------------------------------------------------
 
 
 class Form(NamedTuple):
-    """A function of this file.
+    """The two implementations of a function of this file, which give the same bits.
+
+    Both are functions (*arrays, block=..., shapes=...) -> list of arrays; `shapes` is for decoding.
 
     Attributes:
-      in_jax: (arrays, block and shapes by name) -> arrays.
-      primitive: the primitive, which is `in_jax` or, on the CPU, a call of the extension.
+      in_jax: the function in JAX.
+      primitive: a primitive, which is `in_jax`, or, compiled for a CPU, a call of the extension.
     """
 
     in_jax: Callable[..., list[jax.Array]]
@@ -158,19 +166,21 @@ class Form(NamedTuple):
 
 
 def _call(form: Form, *xs: jax.Array, **parameters: Parameter) -> list[jax.Array]:
-    """Call a function, in the form that the transport takes."""
+    """Call the implementation that the transport selects: the primitive on arrays of the host."""
     transport = session.current("codecs").transport
     call = transport.loops(xla=form.in_jax, native=form.primitive.bind)
     return call(*xs, **parameters)
 
 
 def _form(name: str, in_jax: Callable[..., list[jax.Array]], *, in_place: bool) -> Form:
-    """Make a function of its form in JAX and of the FFI target `name`.
+    """Return a function with its primitive, from its form in JAX and the FFI target `name`.
+
+    Shapes, derivatives and batches of the primitive are those of `in_jax`.
 
     Args:
-      name: the name of the primitive and of the target.
+      name: the name of the primitive, and of the FFI target in the extension.
       in_jax: the function in JAX.
-      in_place: whether result 1 has the memory of operand 0.
+      in_place: whether result 1, the new residual, has the memory of operand 0, the residual.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -195,8 +205,8 @@ def _form(name: str, in_jax: Callable[..., list[jax.Array]], *, in_place: bool) 
     def jvp(
         xs: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], **parameters: Parameter
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        whole = [ad.instantiate_zeros(t) for t in tangents]
-        return jax.jvp(partial(in_jax, **parameters), tuple(xs), tuple(whole))
+        instantiated = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(partial(in_jax, **parameters), tuple(xs), tuple(instantiated))
 
     primitive.def_impl(in_jax)
     primitive.def_abstract_eval(abstract)

@@ -1,17 +1,18 @@
-"""Local SGD and DiLoCo: each rank steps alone, and parameters are averaged every H steps.
+"""Local SGD and DiLoCo: each rank steps alone, and parameters are averaged every `every` steps.
 
-For links on which not every step can communicate. The ranks exchange one fragment of the parameters
-at a time, and may go on with their own steps while the message travels. For a fragment with
-parameters θ, sent at step s and received `delay` steps later (Douillard et al. 2025, "Streaming
-DiLoCo"; Shen et al. 2019, "Computation and communication decoupled SGD"):
+This is for links that are too slow to communicate in every step. The parameters are divided into
+fragments, and the ranks exchange one fragment at a time. They may go on with their steps while the
+message travels. For a fragment with parameters θ on this rank, sent at step s as θ_s and received
+`delay` steps later (Douillard et al. 2025, "Streaming DiLoCo"; Shen et al. 2019, "Computation and
+communication decoupled SGD"):
 
     Δ = mean over ranks of (anchor - θ_s)
     anchor ← anchor + outer(Δ)
     θ ← anchor + (θ - θ_s)
 
-Without `outer`, the new anchor is the mean of θ_s. θ - θ_s are the steps of this rank since it
-sent; without a delay there are none. Local SGD and DiLoCo are the case of one fragment, which is
-all of the parameters, without a delay.
+The anchor is equal on all ranks: it is what they last agreed on. Without `outer`, the new anchor is
+the mean of θ_s. θ - θ_s are the steps of this rank since it sent; without a delay there are none.
+Local SGD and DiLoCo are the case of one fragment, which is all of the parameters, without a delay.
 """
 
 from abc import ABC, abstractmethod
@@ -51,7 +52,8 @@ class LocalSGDState(NamedTuple):
     Attributes:
       calls: calls of `update` since the last averaging, an int32 that is equal on all ranks.
       inner: the state of the inner transform, a `PerRankState`.
-      anchor: the parameters θ₀ after the last averaging; () without an outer transform and a codec.
+      anchor: the parameters θ₀ after the last averaging, equal on all ranks; () if there is neither
+        an outer transform nor a codec.
       outer: the state of the outer transform; () without one.
       codec: the state of the codec, a `PerRankState`.
     """
@@ -64,16 +66,18 @@ class LocalSGDState(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """The state of some of the parameters, which the ranks exchange together.
+    """The state of one fragment: of parameters that the ranks exchange together.
 
     Attributes:
-      anchor: the parameters that all ranks last agreed on, equal on all ranks.
+      anchor: the parameters that all ranks last agreed on, equal on all ranks. (In a
+        `LocalSGDState`, () if neither an outer transform nor a codec needs it.)
       outer: the state of the outer transform; () without one.
       codec: the state of the codec, a `PerRankState`.
       left: this rank's parameters θ_s when it sent them, a `PerRankState`; () without a delay.
       sent: the encoded arrays that it sent, a `PerRankState`; () without a delay.
       number: the number of the message, a uint32 `[2]`; () without a delay.
-      on_its_way: whether a message was sent and not received yet; () without a delay.
+      on_its_way: whether a message was sent and not received yet, a bool `[]` that is equal on all
+        ranks; () without a delay.
     """
 
     anchor: PyTree
@@ -124,30 +128,37 @@ def local_sgd(
     every `every` calls, and the fragments in turn. With `delay`, a message arrives that many calls
     after it was sent, and the ranks step on meanwhile (on the native transport between nodes, see
     `JAXMPI_OVERLAP`; the results are the same everywhere). A rank then keeps the steps that it took
-    since it sent θ_s: θ ← mean θ_s + (θ - θ_s). (Douillard et al. 2025, "Streaming DiLoCo"; Shen et
-    al. 2019, "Computation and communication decoupled SGD".) The state is then a `StreamingState`.
+    since it sent θ_s: θ ← mean θ_s + (θ - θ_s), or with `outer`, θ ← θ₀ + outer(Δ) + (θ - θ_s).
+    (Douillard et al. 2025, "Streaming DiLoCo"; Shen et al. 2019, "Computation and communication
+    decoupled SGD".) With either, the state is a `StreamingState`, else a `LocalSGDState`.
 
     Between averagings the ranks' parameters differ, so they are not a replicated output of a
-    `jaxmpi.jit`. After an averaging without a delay they have the same bits on all ranks, if
-    `optax.apply_updates` is in the same `jaxmpi.jit` as `update`: evaluate and save there, or take
-    the mean first. Either may be in an inner `jax.jit`, and `local_sgd` in `skip_nonfinite` or
-    `accumulate`: between the two an update u may pass through `lax.cond` and `jnp.where(p, u, 0)`.
-    The parameters may differ by a rounding error if the update is changed on its way
-    (`optax.scale`, `optax.MultiSteps`), made outside of the branch or loop that adds it, or made in
-    a loop, `jax.checkpoint` or custom derivative that it leaves, and if it is applied outside of
-    the `jaxmpi.jit`.
+    `jaxmpi.jit`. After an averaging without a delay they have the same bits on all ranks if
+    `optax.apply_updates` is in the same `jaxmpi.jit` as `update`: evaluate and save then, or take
+    the mean first. Both calls may be in an inner `jax.jit`, and `local_sgd` in `skip_nonfinite` or
+    `accumulate`: between the two calls an update u may pass through `lax.cond` and
+    `jnp.where(p, u, 0)`. The parameters may differ by a rounding error
 
-    With a delay the parameters differ at all times, and the `anchor` of each fragment has the same
-    bits on all ranks. The state of `inner` always differs between ranks.
+    - if the update is changed before it is applied (`optax.scale`, `optax.MultiSteps`),
+    - if it is made outside of the branch or loop in which it is applied,
+    - if it is made in a loop, `jax.checkpoint` or custom derivative, and applied outside of it,
+    - if it is applied outside of the `jaxmpi.jit`.
 
-    **Collective:** every rank calls `update` equally often, with parameters.
-    **Communication:** a mean of the parameters every `every` calls: 1/every of the bytes of
-    `distributed`; with a codec, the bytes of the codec.
+    With fragments, only the fragment that is averaged becomes equal. With a delay the parameters
+    differ at all times, and the `anchor` of each fragment has the same bits on all ranks. The state
+    of `inner` always differs between ranks.
+
+    **Collective:** every rank calls `update` equally often, with parameters of the same structure,
+    shapes and dtypes.
+    **Communication:** a mean of each parameter once in `every` calls, as an allreduce: 1/every of
+    the bytes of `distributed`; with a codec, the bytes of the codec, or of its `one_message` with
+    fragments or a delay. All other calls send nothing.
 
     Args:
       inner: any optax transform that does not communicate, or only over another axis, see `axis`.
       every: the number of calls of `update` from one averaging to the next.
-      outer: an optax transform for the averaged parameters, or None for their mean.
+      outer: an optax transform for the averaged parameters, or None for their mean. It gets Δ,
+        which is equal on all ranks, and makes the same step on each of them.
       codec: one of `jaxmpi.codecs`, for Δ, with the same axis.
       axis: as in `tree_allreduce`: parameters are averaged over each group of ranks along it. With
         `jaxmpi.init(axes={"island": 2, "member": -1})`, `local_sgd(distributed(inner,
@@ -157,12 +168,16 @@ def local_sgd(
       delay: the number of calls from when a fragment is sent to when it is received, below `every`.
         It takes as much memory again as the parameters and the message.
 
+    Returns:
+      An optax transform. Its updates have the shapes of the parameters, and lead to the parameters
+      after this call.
+
     Raises:
-      ValueError: `every` or `fragments` is below 1; the delay is negative or not below `every`; the
-        codec is for another axis, or has no `one_message` and there are fragments or a delay;
-        `update` gets no parameters; the axis is unknown.
-      TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers,
-        with its path.
+      ValueError: `every` is below 1; `fragments` is below 1 or above `every`; the delay is negative
+        or not below `every`; the codec is for another axis, or has no `one_message` and there are
+        fragments or a delay; in `update`, no parameters, or an unknown axis.
+      TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, or
+        of complex numbers with a codec, fragments or a delay, with its path.
     """
     check_transform("local_sgd", "inner", inner)
     if outer is not None:
@@ -184,15 +199,17 @@ def local_sgd(
         )
     sends_changes = outer is not None or codec is not None
     message = UNCODED if codec is None else codec.one_message
-    layout: Layout = InFragments(fragments)
+    layout: FragmentLayout
     mean: Mean
     if fragments == 1 and delay == 0:
-        # the mean may take several rounds
-        layout = InOnePiece(keeps_anchor=sends_changes)
-        mean = Allreduce("local_sgd", axis=axis)
-        if codec is not None:
+        # Any mean will do, also one that needs several rounds of messages.
+        layout = SingleFragment(keeps_anchor=sends_changes)
+        if codec is None:
+            mean = Allreduce("local_sgd", axis=axis)
+        else:
             mean = CodecMean("local_sgd", codec, axis)
     elif message is not None:
+        layout = SeveralFragments(fragments)
         mean = OneMessageMean("local_sgd", message, axis)
     else:
         raise ValueError(
@@ -223,8 +240,8 @@ class LocalSGD:
       outer: makes a step of Δ; None for the mean of the parameters.
       sends_changes: whether the ranks send anchor - θ, and not θ.
       layout: the fragments, and the state that holds them.
-      mean: forms the mean of what the ranks send.
-      message: the same mean in one message, for a delay.
+      mean: forms the mean of what the ranks send, without a delay.
+      message: forms the same mean in one message, with a delay.
       delay: the number of calls from when a fragment is sent to when it is received.
     """
 
@@ -232,30 +249,32 @@ class LocalSGD:
     every: int
     outer: optax.GradientTransformation | None
     sends_changes: bool
-    layout: "Layout"
+    layout: "FragmentLayout"
     mean: Mean
     message: OneMessageMean
     delay: int
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state before the first call: no message is on its way."""
-        fragments = self.layout.make(params, self._make_fragment)
-        return self.layout.state(
+        fragments = self.layout.init_fragments(params, self._init_fragment)
+        return self.layout.make_state(
             jnp.zeros((), jnp.int32), PerRankState(self.inner.init(params)), fragments
         )
 
-    def _make_fragment(self, xs: PyTree) -> Fragment:
-        mean_state = made_of(xs, self.mean.init)
+    def _init_fragment(self, params: PyTree) -> Fragment:
+        """Return the state of a fragment with these parameters."""
+        mean_state = made_of(params, self.mean.init)
         fragment = Fragment(
-            jax.tree.map(jnp.array, xs) if self.layout.keeps_anchor else (),
-            self.outer.init(xs) if self.outer else (),
+            jax.tree.map(jnp.array, params) if self.layout.keeps_anchor else (),
+            self.outer.init(params) if self.outer else (),
             PerRankState(mean_state),
         )
         if not self.delay:
             return fragment
-        coded, _ = jax.eval_shape(self.message.encode, xs, mean_state)
+        # Placeholders in the shapes and dtypes of the first message.
+        coded, _ = jax.eval_shape(self.message.encode, params, mean_state)
         return fragment._replace(
-            left=PerRankState([jnp.copy(x) for x in xs]),
+            left=PerRankState([jnp.copy(x) for x in params]),
             sent=PerRankState([jnp.zeros(x.shape, x.dtype) for x in coded]),
             number=sent_ahead.none(),
             on_its_way=jnp.zeros((), bool),
@@ -270,92 +289,105 @@ class LocalSGD:
                 "local_sgd: update needs the parameters. Call update(grads, state, params)."
             )
         check_axis("local_sgd", self.mean.axis, session.current("local_sgd"))
+        # 1. This rank's step.
         local_updates, inner = self.inner.update(
             updates, state.inner.per_rank, params, **extra_args
         )
-        here = optax.apply_updates(params, local_updates)
+        local_params = optax.apply_updates(params, local_updates)
+        # 2. The fragments take turns: of F, fragment f is sent at call f·every/F of each round.
         calls = (equal_on_all_ranks(state.calls) + 1) % self.every
-        # The fragments take turns: of F, fragment f is sent at call f·every/F of each round.
-        parts, fragments = self.layout.split(here), [*self.layout.fragments(state)]
-        for i, (part, fragment) in enumerate(zip(parts, fragments, strict=True)):
-            first = i * self.every // len(parts)
-            parts[i], fragments[i] = self._exchange(part, fragment, calls, first)
-        # The updates must lead from the parameters to `there` bit by bit, so that the parameters or
-        # anchors stay equal on all ranks. They are made here, outside of the branches, where the
-        # caller's step adds them to the parameters: that sum is replaced by `there`, see
-        # `update_to`.
-        there = may_differ(self.layout.join(parts, here))
-        exact_updates = map_floats("local_sgd", update_to, params, there, local_updates)
-        return exact_updates, self.layout.state(calls, PerRankState(inner), tuple(fragments))
+        pieces = self.layout.split(local_params)  # the parameters of each fragment
+        fragments = [*self.layout.fragments_of(state)]
+        for i, (piece, fragment) in enumerate(zip(pieces, fragments, strict=True)):
+            send_call = i * self.every // len(pieces)
+            pieces[i], fragments[i] = self._exchange(piece, fragment, calls, send_call)
+        new_params = may_differ(self.layout.join(pieces, local_params))
+        # 3. The updates must lead from the parameters to the new ones bit by bit, so that the
+        #    parameters or anchors stay equal on all ranks. They are made here, outside of the
+        #    branches, where the caller's step adds them to the parameters: that sum is replaced by
+        #    the new parameters, see `update_to`.
+        exact_updates = map_floats("local_sgd", update_to, params, new_params, local_updates)
+        return exact_updates, self.layout.make_state(calls, PerRankState(inner), tuple(fragments))
 
     def _exchange(
-        self, here: PyTree, fragment: Fragment, calls: jax.Array, first: int
+        self, params: PyTree, fragment: Fragment, calls: jax.Array, send_call: int
     ) -> tuple[PyTree, Fragment]:
-        """Return a fragment's parameters and state after this call.
+        """Return a fragment's parameters and state after this call, (θ, fragment).
 
-        It is sent at call `first`, and received at call `first + delay`.
+        It is sent at call `send_call` of each round, and received `delay` calls later. Without a
+        delay both happen at once, in `_average`.
         """
-        is_due = calls == (first + self.delay) % self.every
+        is_due = calls == (send_call + self.delay) % self.every
         finish = self._average
         if self.delay:
-            is_due, finish = is_due & fragment.on_its_way, self._receive
-        here, fragment = either(
+            is_due = is_due & fragment.on_its_way  # in the first round there is no message yet
+            finish = self._receive
+        # `calls` and `on_its_way` are equal on all ranks, so all take the branch that communicates.
+        params, fragment = either(
             equal_on_all_ranks(is_due),
-            lambda: equal_types(finish(here, fragment), (here, fragment)),
-            lambda: (may_differ(here), fragment),
+            lambda: equal_types(finish(params, fragment), (params, fragment)),
+            lambda: (may_differ(params), fragment),
         )
         if not self.delay:
-            return here, fragment
-        return here, either(
-            calls == first,
-            lambda: equal_types(self._send(here, fragment), fragment),
+            return params, fragment
+        return params, either(
+            calls == send_call,
+            lambda: equal_types(self._send(params, fragment), fragment),
             lambda: fragment,
         )
 
-    def _average(self, here: PyTree, fragment: Fragment) -> tuple[PyTree, Fragment]:
-        """Return the new anchor for a fragment's parameters, and its state: without a delay."""
-        change = self._change(here, fragment)
-        delta, _, mean_state = self.mean.mean(change, (), fragment.codec.per_rank)
-        anchor, outer = self._step(delta, fragment)
+    def _average(self, params: PyTree, fragment: Fragment) -> tuple[PyTree, Fragment]:
+        """Return (new anchor, fragment) without a delay: the anchor is the new θ."""
+        to_send = self._to_send(params, fragment)
+        delta, _, mean_state = self.mean.mean(to_send, (), fragment.codec.per_rank)
+        anchor, outer = self._outer_step(delta, fragment)
         return anchor, fragment._replace(
             anchor=anchor if self.layout.keeps_anchor else (),
             outer=outer,
             codec=PerRankState(mean_state),
         )
 
-    def _send(self, here: PyTree, fragment: Fragment) -> Fragment:
-        """Return the state of a fragment whose message is on its way."""
-        change = self._change(here, fragment)
-        coded, mean_state = self.message.encode(change, fragment.codec.per_rank)
+    def _send(self, params: PyTree, fragment: Fragment) -> Fragment:
+        """Send a fragment, and return its state with the message on its way."""
+        to_send = self._to_send(params, fragment)
+        coded, mean_state = self.message.encode(to_send, fragment.codec.per_rank)
         return fragment._replace(
             codec=PerRankState(mean_state),
-            left=PerRankState(here),
+            left=PerRankState(params),
             sent=PerRankState(coded),
             number=equal_on_all_ranks(self.message.send(coded)),
             on_its_way=jnp.ones((), bool),
         )
 
-    def _receive(self, here: PyTree, fragment: Fragment) -> tuple[PyTree, Fragment]:
-        """Return θ = anchor + (θ - θ_s) with the new anchor, and the state of the fragment."""
+    def _receive(self, params: PyTree, fragment: Fragment) -> tuple[PyTree, Fragment]:
+        """Receive the message that is on its way, and return (θ, fragment).
+
+        θ ← anchor + (θ - θ_s), with the new anchor.
+        """
         coded = sent_ahead.sent_ahead(fragment.sent.per_rank, fragment.number)
         delta = self.message.receive(coded, fragment.anchor)
-        anchor, outer = self._step(delta, fragment)
-        since = jax.tree.map(lambda x, left: x - left, here, fragment.left.per_rank)
-        there = jax.tree.map(lambda a, s: a + s, anchor, since)
-        return there, fragment._replace(anchor=anchor, outer=outer, on_its_way=jnp.zeros((), bool))
+        anchor, outer = self._outer_step(delta, fragment)
+        steps_since = jax.tree.map(lambda x, left: x - left, params, fragment.left.per_rank)
+        params = jax.tree.map(lambda a, steps: a + steps, anchor, steps_since)
+        return params, fragment._replace(anchor=anchor, outer=outer, on_its_way=jnp.zeros((), bool))
 
-    def _change(self, here: PyTree, fragment: Fragment) -> PyTree:
-        """Return anchor - θ of this rank, whose mean is Δ; or θ, if its mean is all we need."""
+    def _to_send(self, params: PyTree, fragment: Fragment) -> PyTree:
+        """Return anchor - θ, whose mean is Δ; or θ, if the new anchor is the mean of θ."""
+        # The ranks compare this text: all must have the same arguments of `local_sgd`.
         label = f"local_sgd outer={'a transform' if self.outer else None}"
-        here = with_parameters(here, label)
+        params = with_parameters(params, label)
         if not self.sends_changes:
-            return here
-        return jax.tree.map(lambda a, x: a - x, fragment.anchor, here)
+            return params
+        return jax.tree.map(lambda a, x: a - x, fragment.anchor, params)
 
-    def _step(self, delta: PyTree, fragment: Fragment) -> tuple[PyTree, PyTree]:
-        """Return the new anchor, and the state of the outer transform.
+    def _outer_step(self, delta: PyTree, fragment: Fragment) -> tuple[PyTree, PyTree]:
+        """Return (new anchor, state of the outer transform).
 
         anchor ← anchor + outer(Δ); without `outer`, anchor - Δ, which is the mean of θ.
+
+        Args:
+          delta: Δ, or the mean of θ without `sends_changes`.
+          fragment: the state before the step.
         """
         anchor, outer = delta, fragment.outer
         if self.outer:
@@ -363,15 +395,15 @@ class LocalSGD:
             anchor = optax.apply_updates(fragment.anchor, step)
         elif self.sends_changes:
             anchor = jax.tree.map(lambda a, d: (a - d).astype(a.dtype), fragment.anchor, delta)
-        # no update leads from another number to -0
+        # The anchor has no -0: no update leads there from another number, as x + u is +0 then.
         return jax.tree.map(lambda x: jnp.where(x == 0, jnp.zeros_like(x), x), anchor), outer
 
 
 # --- the fragments, and the state that holds them ------------------------------------------------
 
 
-class Layout(ABC):
-    """The way in which the parameters are divided into fragments, and held in the state.
+class FragmentLayout(ABC):
+    """Division of the parameters into fragments, and the state that holds these.
 
     Attributes:
       keeps_anchor: whether the fragments keep the anchor from one averaging to the next.
@@ -381,61 +413,61 @@ class Layout(ABC):
 
     @abstractmethod
     def split(self, tree: PyTree) -> list[PyTree]:
-        """Return the fragments of a tree like the parameters."""
+        """Return the pieces of a tree like the parameters, one for each fragment."""
 
     @abstractmethod
-    def join(self, parts: list[PyTree], like: PyTree) -> PyTree:
-        """Return the tree of these fragments, in the structure of `like`."""
+    def join(self, pieces: list[PyTree], like: PyTree) -> PyTree:
+        """Return the tree of these pieces, in the structure of `like`: `split` undone."""
 
     @abstractmethod
-    def make(
-        self, params: PyTree, make_fragment: Callable[[PyTree], Fragment]
+    def init_fragments(
+        self, params: PyTree, init_fragment: Callable[[PyTree], Fragment]
     ) -> tuple[Fragment, ...]:
-        """Return the state of each fragment of the parameters."""
+        """Return the first state of each fragment; `init_fragment` makes it of a piece."""
 
     @abstractmethod
-    def state(
+    def make_state(
         self, calls: jax.Array, inner: PerRankState, fragments: tuple[Fragment, ...]
     ) -> PyTree:
         """Return the state of the transform."""
 
     @abstractmethod
-    def fragments(self, state: PyTree) -> tuple[Fragment, ...]:
-        """Return the state of each fragment."""
+    def fragments_of(self, state: PyTree) -> tuple[Fragment, ...]:
+        """Return the state of each fragment, from the state of the transform."""
 
 
 @final
 @dataclass(frozen=True)
-class InOnePiece(Layout):
-    """All of the parameters, as they are: the state is a `LocalSGDState`."""
+class SingleFragment(FragmentLayout):
+    """One fragment, the whole tree of the parameters; the state is a `LocalSGDState`."""
 
     keeps_anchor: bool
 
     def split(self, tree: PyTree) -> list[PyTree]:
         return [tree]
 
-    def join(self, parts: list[PyTree], like: PyTree) -> PyTree:
-        return parts[0]
+    def join(self, pieces: list[PyTree], like: PyTree) -> PyTree:
+        return pieces[0]
 
-    def make(
-        self, params: PyTree, make_fragment: Callable[[PyTree], Fragment]
+    def init_fragments(
+        self, params: PyTree, init_fragment: Callable[[PyTree], Fragment]
     ) -> tuple[Fragment, ...]:
-        return (make_fragment(params),)
+        return (init_fragment(params),)
 
-    def state(
+    def make_state(
         self, calls: jax.Array, inner: PerRankState, fragments: tuple[Fragment, ...]
     ) -> PyTree:
-        (whole,) = fragments
-        return LocalSGDState(calls, inner, whole.anchor, whole.outer, whole.codec)
+        (fragment,) = fragments
+        return LocalSGDState(calls, inner, fragment.anchor, fragment.outer, fragment.codec)
 
-    def fragments(self, state: PyTree) -> tuple[Fragment, ...]:
+    def fragments_of(self, state: PyTree) -> tuple[Fragment, ...]:
         return (Fragment(state.anchor, state.outer, state.codec),)
 
 
 @final
 @dataclass(frozen=True)
-class InFragments(Layout):
-    """Lists of the parameters' leaves, as many as `count`: the state is a `StreamingState`."""
+class SeveralFragments(FragmentLayout):
+    """Lists of the parameters' leaves, at most `count`; the state is a `StreamingState`."""
 
     count: int
     keeps_anchor: bool = True
@@ -444,35 +476,36 @@ class InFragments(Layout):
         leaves, _ = floats("local_sgd", tree)
         return [[leaves[i] for i in group] for group in self._groups(leaves)]
 
-    def join(self, parts: list[PyTree], like: PyTree) -> PyTree:
+    def join(self, pieces: list[PyTree], like: PyTree) -> PyTree:
         leaves, put = floats("local_sgd", like)
-        for group, part in zip(self._groups(leaves), parts, strict=True):
-            for i, x in zip(group, part, strict=True):
+        for group, piece in zip(self._groups(leaves), pieces, strict=True):
+            for i, x in zip(group, piece, strict=True):
                 leaves[i] = x
         return put(leaves)
 
-    def make(
-        self, params: PyTree, make_fragment: Callable[[PyTree], Fragment]
+    def init_fragments(
+        self, params: PyTree, init_fragment: Callable[[PyTree], Fragment]
     ) -> tuple[Fragment, ...]:
         fragments: tuple[Fragment, ...] = made_of(
-            params, lambda params: tuple(map(make_fragment, self.split(params)))
+            params, lambda params: tuple(map(init_fragment, self.split(params)))
         )
         return fragments
 
-    def state(
+    def make_state(
         self, calls: jax.Array, inner: PerRankState, fragments: tuple[Fragment, ...]
     ) -> PyTree:
         return StreamingState(calls, inner, fragments)
 
-    def fragments(self, state: PyTree) -> tuple[Fragment, ...]:
-        found: tuple[Fragment, ...] = state.fragments
-        return found
+    def fragments_of(self, state: PyTree) -> tuple[Fragment, ...]:
+        fragments: tuple[Fragment, ...] = state.fragments
+        return fragments
 
     def _groups(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
         """Return the indices of each fragment's leaves.
 
         Each leaf goes to the fragment with the fewest bytes so far, so all fragments have about as
-        many bytes, and leaves from all depths of the model.
+        many bytes, and leaves from all depths of the model. There are no more fragments than
+        leaves.
         """
         groups: list[list[int]] = [[] for _ in range(min(self.count, max(1, len(leaves))))]
         sizes_bytes = [0] * len(groups)

@@ -62,7 +62,7 @@ Weight: TypeAlias = ArrayLike | PerRank
 
 
 class Traits(NamedTuple):
-    """Options that a mean can be combined with, and how its callers have to use it.
+    """Facts about a mean: the arguments it can be combined with, and how callers must use it.
 
     Attributes:
       argument: the argument that selects the mean, as errors name it, such as "op 'max'".
@@ -106,7 +106,7 @@ class Mean(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """Options that this mean can be combined with."""
+        """Facts about this mean."""
 
     @abstractmethod
     def init(self, params: PyTree) -> PyTree:
