@@ -28,7 +28,7 @@ __all__ = ["constant_sums"]
 
 
 class Number(IntEnum):
-    """Origin of a value: the literals of a program, or other. The join of several is the largest."""
+    """Origin of a value: literals of the program, or other. The join is the largest."""
 
     CONSTANT = 0  # from literals alone, and all elements of the array are one number
     QUOTIENT = 1  # CONSTANT, and computed with a division

@@ -61,39 +61,79 @@ def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Lin
     Returns:
       The slice at the top of the jaxpr, then those inside of its loops and branches.
     """
-    inner, _ = _jaxcompat.parts(jaxpr)
-    loops = [eqn for eqn in inner.eqns if communicates(eqn) and subjaxprs(eqn)]
-    lines_inside = [_lines_inside(eqn) for eqn in loops]
-    roots: list[Atom] = []
-    # predicates of loops and branches that communicate
-    for eqn, lines in zip(loops, lines_inside, strict=True):
-        if lines:  # what controls messages inside may depend on any operand
-            roots += eqn.invars
-        elif op_of(eqn) is Op.COND:
-            roots.append(eqn.invars[0])
-    # operands of the sums that are not sent
-    not_sent = constant_sums(jaxpr)
-    roots += [eqn.invars[0] for eqn in inner.eqns if id(eqn) in not_sent]
-    # outputs that are declared replicated
-    roots += [v for v, declared in zip(inner.outvars, outputs, strict=False) if declared]
-    found = _lines(slice_of(jaxpr, roots, _makes_equal))
-    for lines in lines_inside:
-        found += lines
-    return found
+    controlled = _Controlled.find(jaxpr)
+    outvars = _jaxcompat.parts(jaxpr)[0].outvars
+    declared = [v for v, is_declared in zip(outvars, outputs, strict=False) if is_declared]
+    return controlled.lines(declared)
+
+
+class _Controlled(NamedTuple):
+    """Roots of the slice of one jaxpr, and the text of those inside of its loops and branches."""
+
+    jaxpr: AnyJaxpr
+    roots: list[Atom]
+    inside: list[Line]
+
+    @classmethod
+    def find(cls, jaxpr: AnyJaxpr) -> "_Controlled":
+        """Find what controls the messages of a jaxpr."""
+        inner, _ = _jaxcompat.parts(jaxpr)
+        roots: list[Atom] = []
+        inside: list[Line] = []
+        # predicates of loops and branches that communicate
+        for eqn in inner.eqns:
+            if not (communicates(eqn) and subjaxprs(eqn)):
+                continue
+            lines = _lines_inside(eqn)
+            if lines:  # what controls messages inside may depend on any operand
+                roots += eqn.invars
+            elif op_of(eqn) is Op.COND:
+                roots.append(eqn.invars[0])
+            inside += lines
+        # operands of the sums that are not sent
+        not_sent = constant_sums(jaxpr)
+        roots += [eqn.invars[0] for eqn in inner.eqns if id(eqn) in not_sent]
+        return cls(jaxpr, roots, inside)
+
+    def lines(self, more_roots: Sequence[Atom] = ()) -> list[Line]:
+        """Return the text: the slice at the top of the jaxpr, then those inside."""
+        sliced = slice_of(self.jaxpr, [*self.roots, *more_roots], _makes_equal)
+        return _lines(sliced) + self.inside
 
 
 def _lines_inside(eqn: JaxprEqn) -> list[Line]:
     """Return the text of the control slices inside of a loop or a branch that communicates."""
     found: list[Line] = []
+    op = op_of(eqn)
     for inner in subjaxprs(eqn):
-        if op_of(eqn) is Op.WHILE:
-            # The predicate may depend, over the iterations, on the whole state: so all outputs of
+        controlled = _Controlled.find(inner)
+        if op is Op.WHILE:
+            # The predicate may depend, over the iterations, on the whole carry: so all outputs of
             # the condition and of the body are roots.
-            outvars = _jaxcompat.parts(inner)[0].outvars
-            found += _lines(slice_of(inner, outvars, _makes_equal))
+            found += controlled.lines(_jaxcompat.parts(inner)[0].outvars)
+        elif op is Op.SCAN:
+            found += _lines_of_scan(eqn, controlled)
         else:
-            found += control_equations(inner)
+            found += controlled.lines()
     return found
+
+
+def _lines_of_scan(eqn: JaxprEqn, body: _Controlled) -> list[Line]:
+    """Return the text for the body of a scan.
+
+    What controls messages may depend on a carry, and that on the iteration before: the outputs that
+    become such carries are roots, too.
+    """
+    n_consts, n_carry = _jaxcompat.scan_counts(eqn)
+    outvars = _jaxcompat.parts(body.jaxpr)[0].outvars
+    carried: list[int] = []
+    while True:
+        roots = [outvars[i] for i in carried]
+        ins = slice_of(body.jaxpr, [*body.roots, *roots], _makes_equal).ins
+        needed = [i for i in range(n_carry) if ins[n_consts + i] or i in carried]
+        if needed == carried:
+            return body.lines(roots)
+        carried = needed
 
 
 def _makes_equal(jaxpr: AnyJaxpr, eqn: JaxprEqn) -> bool:

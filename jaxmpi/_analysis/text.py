@@ -18,6 +18,8 @@ from jaxmpi._marks import Parameters, mark_of
 __all__ = ["Text", "equations", "is_note", "parameters"]
 
 OMITTED = ("length", "unroll")  # parameters that follow from shapes, or change no result
+# Parameters that are tuples, and do not follow from shapes.
+POSITIONS = ("axes", "dimensions", "permutation", "start_indices", "strides")
 
 
 class Text:
@@ -103,11 +105,11 @@ def is_note(eqn: JaxprEqn) -> bool:
 def _is_shown(name: str, value: object, shapes: bool) -> bool:
     """Return whether a parameter of an equation is part of its text.
 
-    Without `shapes`, numbers and strings are. With `shapes`, tuples and dtypes are, too: all but
-    jaxprs and Python objects that print their address.
+    Without `shapes`, numbers, strings and positions are. With `shapes`, all tuples and dtypes
+    are, too: all but jaxprs and Python objects that print their address.
     """
     if name in OMITTED:
         return False
     if not shapes:
-        return isinstance(value, bool | int | float | str)
+        return name in POSITIONS or isinstance(value, bool | int | float | str)
     return value is not None and not hasattr(value, "eqns") and " at 0x" not in repr(value)

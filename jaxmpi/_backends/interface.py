@@ -242,7 +242,7 @@ class Ranks(ABC):
       axes: the names of the ranks and their sizes: AXIS, then those of `init`.
       transport: carries their programs.
       registry: facts about their programs.
-      is_crowded: whether a host has more ranks than cores, the same on all ranks.
+      cores_per_rank: cores that a rank may use, on the host with the fewest; the same on all ranks.
       long_operation: with what this rank takes long, for the monitor; "" otherwise.
     """
 
@@ -252,7 +252,7 @@ class Ranks(ABC):
     axes: Mapping[str, int]
     transport: Transport
     registry: Registry
-    is_crowded: bool
+    cores_per_rank: float
     long_operation: str
 
     @abstractmethod

@@ -97,7 +97,7 @@ class MpiRanks(Processes):
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         self.ranks_here = (world.rank,)
         unlink_shared_memory(node_comm)
-        self.is_crowded = min(world.allgather(_cores_per_rank(node_comm))) < 1
+        self.cores_per_rank = min(world.allgather(_cores_per_rank(node_comm)))
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher = find_for_library(mpi.get_vendor()[0])

@@ -3,6 +3,7 @@
 Values that differ between simulated ranks are stacked, in a `PerRank`.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -137,7 +138,8 @@ class OneProcess(Ranks):
         self.name, self.place, self.transport = name, place, transport
         self.ranks_here = range(place.size)
         self.axes: Mapping[str, int] = {AXIS: place.size}
-        self.registry, self.is_crowded, self.long_operation = Registry(), False, ""
+        self.registry, self.long_operation = Registry(), ""
+        self.cores_per_rank = math.inf  # one process has all of them
 
     def executor(
         self, *, inline: Callable[[Processes], R], before: Callable[[Processes], R]

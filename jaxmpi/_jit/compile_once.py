@@ -50,7 +50,7 @@ def shares(ranks: Ranks) -> bool:
     if jax.default_backend() != "cpu":
         return False
     wanted = settings.get("JAXMPI_COMPILE")
-    return ranks.is_crowded if wanted == "auto" else wanted == "once"
+    return ranks.cores_per_rank < 1 if wanted == "auto" else wanted == "once"
 
 
 def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -> None:

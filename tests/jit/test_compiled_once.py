@@ -96,7 +96,7 @@ def crowded(function):
 
     @wraps(function)
     def run():
-        with replaced(session.current("test"), "is_crowded", True):
+        with replaced(session.current("test"), "cores_per_rank", 0.5):
             function()
 
     del run.__wrapped__  # which `run_ranks` would run instead

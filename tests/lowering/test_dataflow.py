@@ -428,6 +428,13 @@ def test_control_equations_of_a_long_chain_do_not_recurse(layers):
 # --- control equations ----------------------------------------------------------------------------
 
 
+def _text(program, *shapes):
+    """Return the text of the control slice of a program of float32 arrays of these shapes."""
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jaxpr, _, _ = trace(lambda *xs: [program(*xs)], {R: 2}, avals)
+    return [line.text for line in control_equations(jaxpr)]
+
+
 def _control(order, factor=1.0, replace=None):
     """Return the text of the control slice of a program that sums independent terms.
 
@@ -444,9 +451,7 @@ def _control(order, factor=1.0, replace=None):
         total = sum(terms[n] for n in range(len(order)))
         return lax.cond(total > 0, lambda x: lax.psum(x, R), lambda x: x, x)
 
-    avals = [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)]
-    jaxpr, _, _ = trace(lambda x, k: [program(x, k)], {R: 2}, avals)
-    return [line.text for line in control_equations(jaxpr)]
+    return _text(program, (3,), ())
 
 
 def test_control_equations_ignore_the_order_of_independent_equations():
@@ -457,6 +462,64 @@ def test_control_equations_differ_by_another_number_or_equation():
     right = _control([0, 1, 2])
     assert right != _control([0, 1, 2], factor=2.0)
     assert right != _control([0, 1, 2], replace=1)
+
+
+def _sum_if(flag, x):
+    return lax.cond(flag, lambda x: lax.psum(x, R), lambda x: x, x)
+
+
+def in_the_carry_of_a_scan(n):
+    def body(carry, _):
+        x, k = carry
+        return (_sum_if(k > 3, x), k + n), None
+
+    return lambda x, k: lax.scan(body, (x, k), None, length=4)[0][0]
+
+
+def in_a_carry_of_a_carry(n):
+    def body(carry, _):
+        x, k, step = carry
+        return (_sum_if(k > 3, x), k + step, step * n), None
+
+    return lambda x, k: lax.scan(body, (x, k, k), None, length=4)[0][0]
+
+
+def in_a_branch_whose_result_is_not_used(n):
+    def body(carry):
+        i, x, k = carry
+        _sum_if(k > n, x)
+        return i + 1, x, k
+
+    return lambda x, k: lax.while_loop(lambda c: c[0] < 3, body, (0, x, k))[1]
+
+
+def at_an_index(n):
+    return lambda x, k: _sum_if(lax.slice_in_dim(x, n, n + 1)[0] > 0, x * k)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        in_the_carry_of_a_scan,
+        in_a_carry_of_a_carry,
+        in_a_branch_whose_result_is_not_used,
+        at_an_index,
+    ],
+)
+def test_control_equations_have_every_number_that_controls_a_message(program):
+    assert _text(program(1), (3,), ()) == _text(program(1), (3,), ())
+    assert _text(program(1), (3,), ()) != _text(program(2), (3,), ())
+
+
+def test_control_equations_leave_out_numbers_that_control_nothing():
+    def program(n):
+        def body(carry, x):
+            total, k = carry
+            return (total + n * x, k + 1), _sum_if(k > 3, x)
+
+        return lambda x, k: lax.scan(body, (x[0], k), x)[1]
+
+    assert _text(program(1), (3,), ()) == _text(program(2), (3,), ())
 
 
 @run_ranks(2, 3)
