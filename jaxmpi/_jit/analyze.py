@@ -123,7 +123,8 @@ def analyze(
     )
     entries: list[Entry] = []
     for entry in entries_of(plan):
-        source = entry.source or (_jaxcompat.caller_line(),)  # of a function of jaxmpi
+        # A collective inside of a function of jaxmpi has the line of the user's call.
+        source = entry.source or (_jaxcompat.caller_line(),)
         entries.append(entry._replace(source=source))
     # If all ranks run one module, its constants must be equal, too.
     if entries and backend.transport.shared_module(jaxpr) is not None and not outside:

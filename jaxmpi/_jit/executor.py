@@ -94,7 +94,7 @@ class Programs:
         return program, run, leaves, program.host_scalars(given)
 
 
-# What both executors do
+# Steps of both executors
 
 
 # Errors of JAX behind which there may be an error of jaxmpi.

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments of a call, or of what it returns
+Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments or the outputs of a call
 
 _aval = attrgetter("aval")
 

@@ -188,8 +188,8 @@ def _while(
 
     def body(carry: list[jax.Array]) -> list[ArrayLike]:
         token, outs = evaluate(eqn.params["body_jaxpr"], carry[0], *body_consts, *carry[1:])
-        # Where only the condition sends, the body returns the token as it is. XLA would see that
-        # and take the token out of the loop; so it is changed.
+        # A body that sends nothing returns the token as it is. XLA would see that and take the
+        # token out of the loop, so change it.
         return [token + 1, *outs]
 
     token, *outs = lax.while_loop(predicate, body, [token, *state])

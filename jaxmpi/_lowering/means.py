@@ -34,7 +34,7 @@ J = TypeVar("J", bound=AnyJaxpr)
 
 
 def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
-    """Return a program with the same results, in which sums have a parameter "op".
+    """Return a program with the same results, in which psum and reduce_scatter have an "op".
 
     It is "mean" where the division by the number of ranks is part of the collective, else "sum".
     Loops and branches are edited, too. JAX cannot differentiate the result.
@@ -73,7 +73,7 @@ class _MeanFusion:
     """
 
     def __init__(self, jaxpr: Jaxpr, size: int, transport_divides: bool) -> None:
-        self._uses: Counter[Var] = Counter()  # of each value, as an operand or a result
+        self._uses: Counter[Var] = Counter()  # how often a value is an operand or a result
         self._user: dict[Var, JaxprEqn] = {}  # the last equation that uses a value
         self._source: dict[Var, JaxprEqn] = {}  # the equation that computes a value
         for eqn in jaxpr.eqns:

@@ -27,7 +27,7 @@ __all__ = ["Signature"]
 
 
 class Signature:
-    """What the ranks compare of a program.
+    """Fingerprint of a program, and its lines for the error if fingerprints differ.
 
     Attributes:
       compared_call: the `Call`, title and fingerprint, that the ranks compare. None for a program

@@ -29,7 +29,7 @@ from jaxmpi._lowering.refuse import explained, refuse_meshes
 
 __all__ = ["Env", "evaluate", "is_local", "make_jaxpr", "opened", "prepared", "trace"]
 
-Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # of an argument
+Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # shape and dtype of an argument
 
 
 def trace(
