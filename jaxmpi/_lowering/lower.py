@@ -69,7 +69,7 @@ def build(
         several programs in order, and a program that is differentiated must keep them, too.
 
     Returns:
-      A function from arrays to arrays, and a function to apply to its outputs outside of the trace.
+      A function from arrays to arrays, and a function to apply to its outputs, such as `PerRank`.
     """
     return backend.lower(_ProgramLowering(jaxpr, plan, stacked, entries, fingerprint, hide_effects))
 
