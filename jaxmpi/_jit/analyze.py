@@ -1,7 +1,9 @@
-"""Analyze a traced program of several ranks.
+"""Analyze a traced program of several ranks, before it is lowered (`analyze`).
 
-The analysis lists the messages of the program, the computations that control them and so must be
-equal on all ranks, and the outputs that may differ.
+1. Which outputs may differ between the ranks? An output that is declared replicated may not.
+2. Does each shard depend only on its elements? Can a call show that a mean was forgotten?
+3. Fuse means, and plan the rounds of communication: the entries are its collectives.
+4. Which computations decide what is sent, and so must be equal on all ranks (`control`)?
 """
 
 import hashlib
@@ -43,18 +45,28 @@ REMEDIES = {
 
 
 class Analysis(NamedTuple):
-    """Facts about a program before it is lowered."""
+    """Facts about a program before it is lowered.
 
-    jaxpr: ClosedJaxpr  # with the means that the backend takes on the way
-    plan: Plan | None  # of that; None on one rank
-    # which inputs are equal on all ranks, and compared at the first call
+    Attributes:
+      jaxpr: the program, with fused means.
+      plan: the plan of `jaxpr`; None on one rank.
+      replicated: which arrays of the arguments are equal on all ranks, and compared at the first
+        call.
+      varies: which outputs may differ between the ranks.
+      entries: its collectives.
+      control: lines of text that must be equal on all ranks.
+      forgotten_mean: as in `Program`.
+      batch: as in `Program`.
+    """
+
+    jaxpr: ClosedJaxpr
+    plan: Plan | None
     replicated: Sequence[bool]
-    varies: Sequence[bool]  # which outputs may differ between the ranks
-    entries: Sequence[Entry]  # what it sends
-    control: Sequence[Line]  # what must be equal on all ranks for that
-    divergence: DivergenceCheck | None = None  # finds a forgotten mean at the first call
-    # arrays of the arguments that must not all be equal, as all ranks would do the same
-    fed: Sequence[int] = ()
+    varies: Sequence[bool]
+    entries: Sequence[Entry]
+    control: Sequence[Line]
+    forgotten_mean: DivergenceCheck | None = None
+    batch: Sequence[int] = ()
 
 
 def analyze(
@@ -66,19 +78,20 @@ def analyze(
     tree: PyTreeDef,
     backend: Ranks,
     *,
-    hide: bool,
+    hide_effects: bool,
 ) -> Analysis:
     """Analyze a program of several ranks, and check it.
 
     Args:
-      function: that was traced.
+      function: the function that was traced.
       jaxpr: of `trace.trace`.
-      captured: the arrays that the function has from outside, the first inputs of `jaxpr`.
+      captured: the arrays that the function captured from outside, the first inputs of `jaxpr`.
       ins: the paths of the other inputs.
-      replicated: which of those are equal on all ranks.
+      replicated: which of the other inputs are equal on all ranks.
       tree: the structure of the outputs.
       backend: the ranks.
-      hide: as in `lower.build`; what is not hidden may be differentiated yet.
+      hide_effects: as in `lower.build`. If it is False, the program may be differentiated later, so
+        no mean is fused and no message started early: these have no derivative.
 
     Raises:
       ValueError: an output that is declared equal on all ranks may differ; a shard depends on more
@@ -88,48 +101,56 @@ def analyze(
     try:
         varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
     except ValueError:
-        # would it be right if statistics that stay equal were equal? They are compared, then
+        # Try again with statistics that stay equal counted as replicated. If that is enough, the
+        # first call compares them.
         replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
         varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
-    # the ranks of other processes may get other values; simulated ones are stacked
-    looks = function.calls is None and len(backend.ranks_here) < backend.place.size
-    divergence = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured)) if looks else None
+    # Values can be compared at the first call of a function of the user on several processes.
+    can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
+    forgotten_mean = None
+    if can_compare:
+        forgotten_mean = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured))
+    # Fuse means, and plan.
     constants, target = [*captured, *constants_of(jaxpr)], backend.transport.target()
-    if hide:
-        jaxpr = fuse_means(jaxpr, backend.place.size, fuses_mean=target.divides)
+    if hide_effects:
+        jaxpr = fuse_means(jaxpr, backend.place.size, transport_divides=target.divides)
     plan = plan_of(
         jaxpr,
         backend.place.size,
         combine=target.combine,
-        overlap=target.overlap if hide else None,
+        overlap=target.overlap if hide_effects else None,
     )
     entries: list[Entry] = []
     for entry in entries_of(plan):
+        # A collective inside of a function of jaxmpi has the line of the user's call.
         source = entry.source or (_jaxcompat.caller_line(),)
         entries.append(entry._replace(source=source))
+    # If all ranks run one module, its constants must be equal, too.
     if entries and backend.transport.shared_module(jaxpr) is not None and not outside:
         outside = [*map(_from_outside, constants)]
     control = [
         *control_equations(jaxpr, _declared(function, tree) if entries else ()),
         *map(Line, outside),
     ]
-    fed = _fed(jaxpr, ins, outs, len(captured)) if looks and function.feeds_rows and entries else ()
-    return Analysis(jaxpr, plan, replicated, varies, entries, control, divergence, fed)
+    batch: Sequence[int] = ()
+    if can_compare and function.feeds_rows and entries:
+        batch = _batch(jaxpr, ins, outs, len(captured))
+    return Analysis(jaxpr, plan, replicated, varies, entries, control, forgotten_mean, batch)
 
 
-def _fed(
+def _batch(
     jaxpr: ClosedJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
 ) -> Sequence[int]:
-    """Return the arguments' arrays that a train step does not return as state, such as the batch.
+    """Return the indices of the inputs that a train step does not return as state: the batch.
 
-    There are none if it is no train step, or asks for its rank's number: it may select its rows by
-    that.
+    There are none if the program returns no state, or if it asks for its rank: then it may select
+    its rows by that.
     """
     if any(op_of(eqn) is Op.AXIS_INDEX for eqn in equations(jaxpr)):
         return ()
-    kept = {pair.source - captured for pair in pairs(jaxpr, ins, outs, captured)}
-    return [i for i in range(len(ins)) if i not in kept] if kept else ()
+    state = {pair.source - captured for pair in pairs(jaxpr, ins, outs, captured)}
+    return [i for i in range(len(ins)) if i not in state] if state else ()
 
 
 def paths_of(tree: PyTreeDef) -> list[KeyPath]:
@@ -145,18 +166,20 @@ def _varying_outputs(
     tree: PyTreeDef,
     backend: Ranks,
 ) -> tuple[list[bool], list[str]]:
-    """Return which outputs may differ, and descriptions of arrays from outside that must be equal.
+    """Return which outputs may differ, and descriptions of captured arrays that must be equal.
 
     Raises:
       ValueError: an output may differ that is declared replicated, with its name.
     """
     try:
-        return _varies(
+        varies = _varies(
             function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0
-        ), []
+        )
+        return varies, []
     except ValueError as error:
-        # Would it be right if the arrays from outside were equal on all ranks? They are compared
-        # with what is sent.
+        # Try again with captured arrays counted as replicated. If that is enough, their digests
+        # become part of the signature. A program without collectives has no signature, so there it
+        # remains an error.
         constants = [*captured, *constants_of(jaxpr)]
         if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
             raise ValueError(
@@ -179,47 +202,53 @@ def _with_statistics(
 ) -> list[bool]:
     """Return which inputs are equal on all ranks, statistics that stay equal included.
 
-    An `nnx.BatchStat` is each rank's own, as that of BatchNorm depends on the rank's batch.
-    `nnx.SpectralNorm` has the state of a power iteration in one, which depends on the parameters
-    and on itself alone: by induction it is equal after each call if it is before the first. An
-    output is the next value of each input with its path in an argument.
+    An `nnx.BatchStat` counts as per-rank, because that of BatchNorm depends on the rank's batch.
+    But `nnx.SpectralNorm` keeps the state of a power iteration in one, which depends on the
+    parameters and on itself alone: by induction it is equal after each call if it is before the
+    first.
+
+    An output is the next value of an input if it has the same path within an output as the input
+    has within an argument.
     """
-    following: dict[int, list[int]] = {}
+    # the candidates: for each statistic of a replicated argument, the outputs with its next value
+    next_values: dict[int, list[int]] = {}
     for i, path in enumerate(ins):
         if function.replicates(path) and marks_of(path) == [STATISTIC]:
             name = leaf_name(path[2:])
-            following[i] = [j for j, out in enumerate(outs) if leaf_name(out[1:]) == name]
+            next_values[i] = [j for j, out in enumerate(outs) if leaf_name(out[1:]) == name]
+    # Assume that all candidates are equal. Drop those whose next value may still differ, and
+    # repeat until none is dropped.
     while True:
-        differ = [not (same or i in following) for i, same in enumerate(replicated)]
+        differ = [not (same or i in next_values) for i, same in enumerate(replicated)]
         varies = varying(jaxpr, [True] * captured + differ, constants=True, warn=False)
-        left = {
-            i: after
-            for i, after in following.items()
-            if after and not any(varies[j] for j in after)
-        }
-        if left == following:
+        left: dict[int, list[int]] = {}
+        for i, outputs in next_values.items():
+            if outputs and not any(varies[j] for j in outputs):
+                left[i] = outputs
+        if left == next_values:
             return [not differs for differs in differ]
-        following = left
+        next_values = left
 
 
 def _varies(
     function: Function,
     jaxpr: ClosedJaxpr,
-    outside: bool,
+    captured_differ: bool,
     captured: int,
     replicated: Sequence[bool],
     tree: PyTreeDef,
     *,
     warn: bool,
 ) -> list[bool]:
-    """Return which outputs may differ; `outside` is whether arrays from outside may.
+    """Return which outputs may differ, if captured arrays may differ or not.
 
-    Raises a ValueError if an output that is declared replicated may differ, with its name.
+    Raises:
+      ValueError: an output that is declared replicated may differ, with its name.
     """
     varies = varying(
         jaxpr,
-        [outside] * captured + [not same for same in replicated],
-        constants=outside,
+        [captured_differ] * captured + [not same for same in replicated],
+        constants=captured_differ,
         warn=warn,
         api=function.api,
     )
@@ -237,6 +266,7 @@ def _varies(
 
 def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     """Return which arrays of the outputs are declared replicated."""
+    # Positions count the elements of a tuple or list; any other result is position 0.
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
     outputs = positions(
@@ -255,7 +285,7 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
 
 
 def _from_outside(x: ArrayLike) -> str:
-    """Describe an array from outside: the text is equal if the arrays are."""
+    """Describe a captured array by a text that is equal on two ranks if the arrays are."""
     host = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()
     return f"an array from outside: {x.dtype}{list(x.shape)} with digest {digest}"

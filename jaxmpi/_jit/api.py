@@ -20,7 +20,7 @@ from jaxmpi._world import session
 __all__ = ["anywhere", "compiled", "describe", "eager", "jit", "local"]
 
 T = TypeVar("T")
-# which leaves are arrays, and the others
+# of a tree: its structure, which leaves are arrays, and the other leaves (None for arrays)
 Structure: TypeAlias = tuple[PyTreeDef, tuple[bool, ...], tuple[object, ...]]
 
 
@@ -90,7 +90,14 @@ def describe(
     outnums: int | Sequence[int],
     jit_kwargs: Mapping[str, Any],
 ) -> Function:
-    """Describe a function: static, donated and replicated arguments, and replicated outputs."""
+    """Return a function with its static, donated and replicated arguments and outputs.
+
+    Args:
+      fun: the function.
+      argnums: `replicated_argnums` of `jit`.
+      outnums: `replicated_outnums` of `jit`.
+      jit_kwargs: keyword arguments of `jax.jit`, with the static and donated arguments.
+    """
     static = choose_arguments(
         fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames")
     )
@@ -102,7 +109,7 @@ def describe(
 
 
 def local(tree: PyTree) -> PyTree:
-    """Return this rank's arrays of global ones, for use outside of `jaxmpi.jit`.
+    """Return this rank's shards of global arrays, for use outside of `jaxmpi.jit`.
 
     On the xla backend `jaxmpi.jit` returns global arrays. They can be printed, converted and passed
     to it again; but JAX refuses to add them to an array that is committed to a device, and plain
@@ -121,13 +128,15 @@ def local(tree: PyTree) -> PyTree:
 def eager(
     fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs: object
 ) -> Callable[..., T]:
-    """Make a step of a function of jaxmpi itself, for eager calls.
+    """Return a function of jaxmpi as a step, for eager calls.
+
+    **Collective:** if the function communicates.
 
     Args:
       fun: the function.
       name: the name in errors.
-      sends: whether it always communicates: then arguments that one rank refuses are an error on
-        all ranks.
+      sends: whether it always communicates. Then an error on one rank, such as for its arguments,
+        is raised on all ranks.
       **jit_kwargs: keyword arguments of `jax.jit`.
 
     Returns:
@@ -149,8 +158,13 @@ def eager(
 def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callable[..., T]:
     """Return a function that may be called in a traced step, or eagerly as a step by itself.
 
-    Keep the result: it holds the compiled programs, and another one compiles again. `sends` is as
-    in `eager`.
+    Call this once for each function: the result holds the compiled programs. On one rank, an eager
+    call is a plain call of `fun`.
+
+    Args:
+      fun: the function.
+      name: the name in errors.
+      sends: as in `eager`.
     """
     step = eager(fun, name, sends=sends)
 
@@ -164,9 +178,14 @@ def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callab
 
 
 def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
-    """Compile a function with loops and branches; called eagerly, it is a step on one rank, too.
+    """Return a function like that of `anywhere`, which is compiled on one rank, too.
 
-    Its arguments may have leaves that are no arrays, which are constants of the step.
+    That is for functions with loops and branches, which are slow without compilation. Leaves of the
+    arguments that are no arrays are constants of the step; they must be hashable.
+
+    Args:
+      fun: the function.
+      name: the name in errors.
     """
     step = eager(lambda structure, arrays: fun(*_joined(structure, arrays)), name, static_argnums=0)
 
@@ -180,15 +199,16 @@ def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
         constants = tuple(
             None if is_array else x for x, is_array in zip(leaves, arrays, strict=True)
         )
-        given = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
-        return step((treedef, tuple(arrays), constants), given)
+        array_leaves = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
+        return step((treedef, tuple(arrays), constants), array_leaves)
 
     return call
 
 
-def _joined(structure: Structure, given: Sequence[Leaf]) -> tuple[PyTree, ...]:
+def _joined(structure: Structure, array_leaves: Sequence[Leaf]) -> tuple[PyTree, ...]:
+    """Return the arguments whose arrays are `array_leaves`."""
     treedef, arrays, constants = structure
-    left = iter(given)
+    left = iter(array_leaves)
     return treedef.unflatten(
         [next(left) if is_array else x for is_array, x in zip(arrays, constants, strict=True)]
     )

@@ -1,15 +1,15 @@
-"""Ranks that share their cores compile a new program once between them.
+"""Compile a program once for ranks that share their cores and have agreed on it.
 
-One rank compiles it, and the others get the executable.
+Ranks can use the same executable if the digests of what they would give to XLA are equal, and if
+their machines are equal, too (`machine_description`). They exchange both. The first rank of each
+such set compiles, or finds the executable in its persistent cache, and broadcasts it to the others,
+which wait asleep.
 
-Which ranks can use the same executable, they find out by a digest of what each would give to XLA,
-and by the kind of their processor. The first of them compiles, or finds the program in its
-persistent cache, and the others wait asleep.
-
-Only ranks that have just agreed on a program wait for each other so. Of programs that send what an
-earlier one has sent, as for the last batch of an epoch, a rank may come to a new one alone. It
-compiles without a word to the others; those of its host that come to the same one later take what
-it has left in the folder of the run.
+Only ranks that have just compared a new fingerprint wait for each other (`compile_once`). A rank
+may also come alone to a new program whose fingerprint the ranks have compared before, because its
+messages are those of an earlier program: the last batch of an epoch has fewer rows, for example.
+Then it compiles without the others (`compile_alone`), and leaves the executable in the folder of
+the run, where ranks of its host find it.
 """
 
 import hashlib
@@ -32,20 +32,16 @@ from jaxmpi._world import session
 
 __all__ = ["compile_alone", "compile_once", "shares"]
 
-# The executable of a program, or the error of its compilation, as one rank tells it the others.
+# The executable of a program, or the error of its compilation, as one rank sends it to the others.
 Outcome: TypeAlias = tuple[Literal["compiled"], bytes] | tuple[Literal["failed"], Exception]
 
-ALONE: Outcome = "compiled", b""  # what a rank says that has no executable for the others
+NOTHING: Outcome = "compiled", b""  # from a rank that has no executable for the others
 
 
 def shares(ranks: Ranks) -> bool:
     """Return whether the ranks of this job share what they compile.
 
-    By default they do where a host has more ranks than cores. A rank with a core of its own has
-    compiled sooner than it could take over the executable of another one: GPT of 24 layers on 2
-    ranks 2.7 s against 3.6 to 4.4 s. With 4 ranks on 2 cores it is 6.4 s against 5.1 s.
-
-    On GPUs they do not: the compilers of all ranks talk to each other.
+    They do not on GPUs, where the compilers of all ranks talk to each other.
     """
     if jax.default_backend() != "cpu":
         return False
@@ -57,38 +53,45 @@ def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -
     """Compile a program that the ranks have agreed on, so that JAX compiles nothing at its call.
 
     **Collective:** every rank calls it.
+    **Communication:** an allgather of a digest and a description of the machine, and a broadcast of
+    the executable within each set of ranks where these are equal.
 
     Args:
       backend: the ranks.
       title: of the program.
-      lower: makes the `jax.stages.Lowered` whose function is called afterwards.
+      lower: returns the `jax.stages.Lowered` of the function that is called afterwards.
 
     Raises:
       Exception: what `lower` raises, on this rank; what the compiler raises, on all ranks that have
         this program.
     """
+    # Lower. A rank that fails still takes part in the exchange, or the others would wait for ever.
     lowered, failure = None, None
     try:
         lowered = lower()
         digest = "" if jax.config.jax_disable_jit else _jaxcompat.module_digest(lowered)
     except Exception as error:
         digest, failure = "", error
-    rank, everyone = backend.place.rank, backend.allgather_asleep((digest, kind()))
-    ranks = [r for r, theirs in enumerate(everyone) if digest and theirs == everyone[rank]] or [
-        rank
-    ]
-    _report_kinds(backend, [of_rank for _, of_rank in everyone])
+    # Find the ranks that can use the same executable; a program without a digest cannot be shared.
+    rank = backend.place.rank
+    everyone = backend.allgather_asleep((digest, machine_description()))
+    ranks = [rank]
+    if digest:
+        ranks = [r for r, theirs in enumerate(everyone) if theirs == everyone[rank]]
+    _report_machines(backend, [machine for _, machine in everyone])
+    # Receive the executable, or compile it.
     if rank != ranks[0]:
         what = f"the compilation of {title} on rank {ranks[0]}"
-        _take_over(lowered, backend.broadcast_asleep(None, ranks, what))
+        _load(lowered, backend.broadcast_asleep(None, ranks, what))
         return
-    result = ALONE
+    result = NOTHING
     try:
         if len(ranks) > 1:
             with long_operation(backend, f"compiling {title}, for {in_words(ranks[1:])}, too"):
                 result = _compiled(lowered)
     finally:
-        backend.broadcast_asleep(result, ranks, title)  # or the others would wait for ever
+        # even if `result` is NOTHING, or the others would wait for ever
+        backend.broadcast_asleep(result, ranks, title)
     if failure is None and result[0] == "failed":
         failure = result[1]
     if failure is not None:
@@ -96,14 +99,15 @@ def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -
 
 
 def compile_alone(backend: Processes, title: str, lowered: Lowered) -> None:
-    """Compile a program that other ranks may not call.
+    """Compile a program that other ranks may not call; nothing is sent.
 
-    If a rank of this host has compiled it before, its executable is taken.
+    If a rank of this host has compiled it before, its executable is loaded; if one is compiling it,
+    this waits for it.
     """
     digest = _jaxcompat.module_digest(lowered)
     if not digest or jax.config.jax_disable_jit:
         return
-    name = hashlib.sha256(f"{digest} {kind()}".encode()).hexdigest()[:40]
+    name = hashlib.sha256(f"{digest} {machine_description()}".encode()).hexdigest()[:40]
     with long_operation(backend, f"compiling {title}, or waiting for a rank of its host that does"):
         entry = made_once(
             settings.get("JAXMPI_RUN_DIR"), name, partial(_jaxcompat.compile_entry, lowered)
@@ -112,8 +116,8 @@ def compile_alone(backend: Processes, title: str, lowered: Lowered) -> None:
             _jaxcompat.load_entry(lowered, entry)
 
 
-def kind() -> dict[str, str]:
-    """Describe the machine: the text must be equal on ranks that share an executable."""
+def machine_description() -> dict[str, str]:
+    """Describe the machine by facts that must be equal on ranks that share an executable."""
     from jaxlib import version
 
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
@@ -133,7 +137,7 @@ def _compiled(lowered: Lowered) -> Outcome:
         return "failed", _picklable(error)
 
 
-def _take_over(lowered: Lowered, result: Outcome) -> None:
+def _load(lowered: Lowered, result: Outcome) -> None:
     """Load what another rank has compiled, or raise what it has raised."""
     if result[0] == "failed":
         raise result[1]
@@ -142,33 +146,32 @@ def _take_over(lowered: Lowered, result: Outcome) -> None:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return an error that the other ranks can raise: of its class where that can be sent."""
+    """Return an error that can be pickled: the same one if it can, else a JaxRuntimeError."""
     try:
-        again = pickle.loads(pickle.dumps(error))  # what this process has just written
-        return (
-            error
-            if type(again) is type(error) and str(again) == str(error)
-            else jax.errors.JaxRuntimeError(str(error))
-        )
-    except Exception:  # whatever a class of somebody else's raises
-        return jax.errors.JaxRuntimeError(str(error))
+        again = pickle.loads(pickle.dumps(error))  # the bytes are from this process
+        if type(again) is type(error) and str(again) == str(error):
+            return error
+    except Exception:  # pickling a class of another library may raise anything
+        pass
+    return jax.errors.JaxRuntimeError(str(error))
 
 
-def _report_kinds(backend: Processes, kinds: Sequence[Mapping[str, str]]) -> None:
-    """Report once, on the first rank that differs from rank 0, why it compiles for itself."""
-    other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
+def _report_machines(backend: Processes, machines: Sequence[Mapping[str, str]]) -> None:
+    """Report once, on the first rank whose machine differs from that of rank 0, what differs."""
+    other = next((rank for rank, theirs in enumerate(machines) if theirs != machines[0]), None)
     if other is None or backend.registry.kinds_reported:
         return
     backend.registry.kinds_reported = True
     if backend.place.rank == other:
-        name = next(name for name in kinds[0] if kinds[0][name] != kinds[other][name])
-        here, there = (kinds[r][name] or "unset" for r in (other, 0))
-        _say(
+        name = next(name for name in machines[0] if machines[0][name] != machines[other][name])
+        here, there = (machines[r][name] or "unset" for r in (other, 0))
+        _report(
             f"{name} is {here} on rank {other} and {there} on rank 0: ranks of different kinds "
             "compile for themselves."
         )
 
 
-def _say(text: str) -> None:
-    if watch := session.monitor():
-        watch.say(text)
+def _report(text: str) -> None:
+    """Have the monitor report a line, if there is one."""
+    if monitor := session.monitor():
+        monitor.say(text)

@@ -1,8 +1,13 @@
-"""Executors: run a program on several ranks, with one of two ways to compare it.
+"""Executors: run the programs of a function on several processes, and compare them.
 
-On the native transport the program's own messages compare it (`ComparesInline`); on any other one
-the ranks compare a program before each call (`ComparesBefore`). Both find it among the programs of
-the function by the shapes and dtypes of the arguments (`Programs`).
+On the native transport the messages of a program carry its fingerprint (`ComparesInline`). On any
+other transport the ranks compare the fingerprints before each call (`ComparesBefore`). A call:
+
+    program = one of `Programs`, by the structure, shapes and dtypes of the arguments
+    first call alone: compare arguments (`first_call`)
+    new fingerprint: compare it, and compile the program once for all ranks (`compile_once`)
+    ComparesInline: start the program; its messages compare fingerprints
+    ComparesBefore: allreduce 16 bytes, the fingerprint; start the program
 """
 
 from abc import ABC, abstractmethod
@@ -31,13 +36,14 @@ __all__ = ["EXPECTED", "ComparesBefore", "ComparesInline", "Executor", "Programs
 # The programs of a function
 
 
-Found = tuple[Program, Run, list[Leaf], list[str]]  # what runs it, and the arguments as below
-# the structure and the key of the calls that it is for
+# the program, what runs it, the leaves of the call, and `Program.host_scalars` of these
+Found = tuple[Program, Run, list[Leaf], list[str]]
+# the program, what runs it, and the structure and `Function.key` of its calls
 Known: TypeAlias = tuple[Program, Run, PyTreeDef, tuple[object, ...]]
 
 
 class Programs:
-    """Programs of a function on one backend, of which the last used is tried first."""
+    """Programs of a function on one backend, the last used one first."""
 
     def __init__(
         self,
@@ -51,27 +57,28 @@ class Programs:
         self._all: list[Known] = []
 
     def find(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
-        """Return the program for these arguments, what runs it, its arrays, and `Program.numbers`.
+        """Return the program for these arguments, tracing it if it is new; nothing is sent.
 
-        Nothing is sent.
+        Returns:
+          The program, what runs it, the leaves of the call, and `Program.host_scalars` of these.
         """
-        return self._last(args, kwargs) or self._any(args, kwargs)
+        return self._find_last(args, kwargs) or self._find_any(args, kwargs)
 
-    def _last(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found | None:
-        """Return the program of the last call, if it is that of these arguments, too."""
+    def _find_last(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found | None:
+        """Return the program of the last call, if these arguments lead to it, too."""
         if not self._all:
             return None
         program, run, structure, key = self._all[0]
-        try:  # quicker than to flatten anything
+        try:  # with a known structure, this is quicker than `jax.tree.flatten`
             given = structure.flatten_up_to(self._function.dynamic(args, kwargs))
             leaves = self._backend.transport.arrays.wrap(given)
         except (ValueError, TypeError, AttributeError):
             return None
         if key != self._function.key(leaves, args, kwargs):
             return None
-        return program, run, leaves, program.numbers(given)
+        return program, run, leaves, program.host_scalars(given)
 
-    def _any(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
+    def _find_any(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
         """Find the program for any arguments, tracing it if it is new, and make it the last one."""
         given, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
         leaves = wrapped(self._function, args, kwargs, given, self._backend)
@@ -79,23 +86,30 @@ class Programs:
         for i, (program, run, its_structure, its_key) in enumerate(self._all):
             if its_structure == structure and its_key == key:
                 self._all.insert(0, self._all.pop(i))
-                return program, run, leaves, program.numbers(given)
-        program = build_program(self._function, args, kwargs, self._backend, hide=True)
+                return program, run, leaves, program.host_scalars(given)
+        program = build_program(self._function, args, kwargs, self._backend, hide_effects=True)
         run = program.compiled(self._options, leaves)
         self._announce(program)
         self._all.insert(0, (program, run, structure, key))
-        return program, run, leaves, program.numbers(given)
+        return program, run, leaves, program.host_scalars(given)
 
 
-# What both executors do
+# Steps of both executors
 
 
-# where JAX meets an error of ours first
+# Errors of JAX behind which there may be an error of jaxmpi.
 EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)
 
 
 class Executor(ABC):
-    """Runs the programs of one function."""
+    """Runs the programs of one function on several processes.
+
+    Args:
+      backend: the ranks.
+      function: the function.
+      options: keyword arguments of `jax.jit`.
+      jitted: the function under `jax.jit`.
+    """
 
     def __init__(
         self,
@@ -110,23 +124,24 @@ class Executor(ABC):
             function, backend, _flat_options(function.api, options), jitted.announce
         )
         self._turn, self._ends, self._concurrent = backend.turn, backend.ends, backend.concurrent
-        self._checks, self._new = values.wanted(), True
+        self._checks_values = values.wanted()
+        self._is_first_call = True  # until a call has run a program with collectives
         self._calls = function.calls
         if self._calls is not None:
-            self._calls.clear()  # those on another backend
+            self._calls.clear()  # calls on another backend
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """Call the function on all ranks."""
         first = None
         if self._calls is not None:
             self._calls.begin(self._ends)
-        if self._new:
+        if self._is_first_call:
             program, run, leaves, _ = self._programs.find(args, kwargs)
             first = program, self._is_unseen(program)
-            self._first(program, leaves)
-            if not program.statement:  # what sends nothing may run on any rank alone
+            self._compare_arguments(program, leaves)
+            if not program.compared_call:  # it sends nothing, so it may run on one rank alone
                 return run(leaves)[1]
-        check = self._compare_values(args, kwargs) if self._checks else None
+        check = self._compare_values(args, kwargs) if self._checks_values else None
         out = self._run(args, kwargs, first)
         if not self._concurrent:
             jax.block_until_ready(out)
@@ -139,11 +154,18 @@ class Executor(ABC):
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """Run a program that was compiled ahead of time, and compare it before or meanwhile."""
-        if program.statement and get_ident() != self._turn.thread:
+        """Run a program that was compiled ahead of time; the ranks compare it as any other.
+
+        Args:
+          program: the program.
+          compiled: what JAX has compiled.
+          args: the positional arguments of the call.
+          kwargs: the keyword arguments of the call.
+        """
+        if program.compared_call and get_ident() != self._turn.thread:
             self._turn.take()
         try:
-            out = self._started(program, partial(compiled, *args, **kwargs))
+            out = self._run_start(program, partial(compiled, *args, **kwargs))
             self._note_run(program)
             return out
         except EXPECTED as error:
@@ -160,37 +182,44 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
-        """Return the result of `call`, which starts the program without an output to wait for."""
+    def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+        """Compare the program, and return the outputs of `call`, which starts it.
 
-    def _first(self, program: Program, leaves: Sequence[Leaf]) -> None:
-        """Compare arguments before the first call of a communicating program.
-
-        Until one comes, before every call.
+        Here the program has no extra output to wait for.
         """
-        if program.statement and get_ident() != self._turn.thread:
+
+    def _compare_arguments(self, program: Program, leaves: Sequence[Leaf]) -> None:
+        """Compare the arguments of a first call.
+
+        Every call is one until a call has run a program with collectives.
+        """
+        if program.compared_call and get_ident() != self._turn.thread:
             self._turn.take()
         first_call.compare(self._backend, program, leaves)
-        program.divergence, program.fed = None, ()  # the first holds all of the program
-        self._new = not program.statement  # at last: what is above may raise
+        # These keep the traced program alive, and are of no use after the first call.
+        program.forgotten_mean, program.batch = None, ()
+        # last, because the comparison may raise
+        self._is_first_call = not program.compared_call
 
     def _is_unseen(self, program: Program) -> bool:
         """Return whether ranks share executables and have not yet agreed on this fingerprint."""
-        statement = program.statement
+        call = program.compared_call
         return bool(
-            self._jitted.shares
-            and statement
-            and not compare.has_run(self._backend, statement.fingerprint)
+            self._jitted.shares and call and not compare.has_run(self._backend, call.fingerprint)
         )
 
     def _compare_values(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> Callable[[PyTree], PyTree] | None:
-        """Compare arguments that must be equal, and return what compares the outputs."""
+        """Compare the arguments that must be equal, and return a function for the outputs.
+
+        The function compares the outputs that must be equal, and returns them. None if the program
+        has no collective.
+        """
         program, _, leaves, _ = self._programs.find(args, kwargs)
-        if not program.statement:
+        if not program.compared_call:
             return None
-        compare.check_consistent(self._backend, program.statement, program.signature.details)
+        compare.check_consistent(self._backend, program.compared_call, program.signature.details)
         title, (before, after) = self._function.title, program.equal
         values.compare(self._backend, title, program.arguments, leaves, before)
 
@@ -201,12 +230,18 @@ class Executor(ABC):
         return check
 
     def _note_run(self, program: Program) -> None:
-        program.divergence = None
-        if program.statement:
-            compare.note_run(self._backend, program.statement.fingerprint)
+        """Note that the ranks have agreed on the program."""
+        program.forgotten_mean = None
+        if program.compared_call:
+            compare.note_run(self._backend, program.compared_call.fingerprint)
 
     def _explain(self, error: Exception, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
-        """Raise our own error where JAX has met it first."""
+        """Raise the error of jaxmpi behind an error of JAX, if there is one.
+
+        Raises:
+          RankMismatchError: XLA carries its text in a JaxRuntimeError.
+          TypeError, ValueError: an argument that no program can have, with its name.
+        """
         compare.raise_mismatch(self._backend, error)
         check_arguments(self._function, args, kwargs)
 
@@ -226,9 +261,9 @@ def _flat_options(api: str, options: Mapping[str, object]) -> dict[str, object]:
 
 
 class ComparesInline(Executor):
-    """Runs programs whose own messages compare them.
+    """Runs programs whose messages carry their fingerprint.
 
-    A step of 1 ms notices each line of `_run`.
+    The lines of `_run` are on the critical path: each is noticeable in a step of 1 ms.
     """
 
     def _run(
@@ -237,10 +272,13 @@ class ComparesInline(Executor):
         jitted = self._jitted
         if (thread := get_ident()) != self._turn.thread:
             self._take_turn(args, kwargs)
-        jitted.ready = first and first[0]  # for the trace of this call alone
+        # The program that was found for the first call, so that the trace does not build it again.
+        jitted.next_program = first and first[0]
         try:
             if first and jitted.shares:
                 self._compile(*first, args, kwargs)
+            # Usually JAX has an executable for these arguments, and runs it. If it has to trace and
+            # the ranks share executables, the trace is left with the new program.
             new = None
             try:
                 end, out = jitted.with_end(*args, **kwargs)
@@ -251,9 +289,10 @@ class ComparesInline(Executor):
                 _jaxcompat.dispatch_in_c(jitted.with_end)
                 end, out = jitted.with_end(*args, **kwargs)
             self._ends[thread] = end
-            # an error is likelier in a first call than later, and raised here it has its own class
-            if jitted.traced:
-                program, jitted.traced = jitted.traced, None
+            # Wait after a trace: an error is likelier in a first call, and is explained if it is
+            # raised here.
+            if jitted.traced_program:
+                program, jitted.traced_program = jitted.traced_program, None
                 jax.block_until_ready(end)
                 self._note_run(program)
         except EXPECTED as error:
@@ -261,17 +300,17 @@ class ComparesInline(Executor):
             raise
         return out
 
-    def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+    def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
         return jax.block_until_ready(call())
 
     def _take_turn(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
-        """Take the turn to communicate for this thread, if the program sends anything.
+        """Make this thread the one that communicates, if the program has collectives.
 
-        The first turn of the main thread is taken without a look at the program, which would be
-        traced for that alone.
+        If no thread is yet, the main thread becomes it without a look at the program, which would
+        have to be traced for that alone.
         """
-        first = not self._turn.thread and current_thread() is main_thread()
-        if first or self._programs.find(args, kwargs)[0].statement:
+        is_first = not self._turn.thread and current_thread() is main_thread()
+        if is_first or self._programs.find(args, kwargs)[0].compared_call:
             self._turn.take()
 
     def _compile(
@@ -279,18 +318,20 @@ class ComparesInline(Executor):
     ) -> None:
         """Compile a new program.
 
-        The ranks agree before on one that they have not seen: its own messages come too late.
+        If its fingerprint is new, too, the ranks compare it first, because only ranks with the same
+        program can compile it together; its messages would compare it only later.
         """
-        self._jitted.ready, program.compiled_once = program, True  # for the trace of `lower`
+        # With these, the trace of `lower` builds no program and raises no NewProgramError.
+        self._jitted.next_program, program.compiled_once = program, True
         lower, title = partial(self._jitted.with_end.lower, *args, **kwargs), self._function.title
         if not unseen:
             compile_alone(self._backend, title, lower())
             return
-        statement = program.statement
-        assert statement is not None
+        call = program.compared_call
+        assert call is not None
         self._jitted.announce(program)
-        compare.check_consistent(self._backend, statement, program.signature.details)
-        compare.note_run(self._backend, statement.fingerprint)
+        compare.check_consistent(self._backend, call, program.signature.details)
+        compare.note_run(self._backend, call.fingerprint)
         compile_once(self._backend, title, lower)
 
 
@@ -298,17 +339,17 @@ class ComparesInline(Executor):
 
 
 class ComparesBefore(Executor):
-    """The ranks compare their programs before each call."""
+    """Runs programs after the ranks have compared their fingerprints, at each call."""
 
     def _run(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
     ) -> PyTree:
-        program, run, leaves, numbers = self._programs.find(args, kwargs)
-        if not program.statement:  # what sends nothing may run on any rank alone
+        program, run, leaves, scalars = self._programs.find(args, kwargs)
+        if not program.compared_call:  # it sends nothing, so it may run on one rank alone
             return run(leaves)[1]
         signature, unseen = program.signature, self._is_unseen(program)
         compare.check_consistent(
-            self._backend, signature.of_call(numbers), partial(signature.details, numbers)
+            self._backend, signature.call_with(scalars), partial(signature.details, scalars)
         )
         self._note_run(program)
         if unseen:
@@ -321,9 +362,11 @@ class ComparesBefore(Executor):
             keep(end)
         return out
 
-    def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
-        if program.statement:
-            compare.check_consistent(self._backend, program.statement, program.signature.details)
-        with self._backend.starting() if program.statement else nullcontext():
+    def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+        if program.compared_call:
+            compare.check_consistent(
+                self._backend, program.compared_call, program.signature.details
+            )
+        with self._backend.starting() if program.compared_call else nullcontext():
             out = call()
         return out if self._concurrent else jax.block_until_ready(out)

@@ -1,4 +1,8 @@
-"""A Python function, what is known of its arguments and outputs, and the arrays of a call."""
+"""A Python function with the properties of its arguments and outputs, and the arrays of a call.
+
+A `Function` is one function of the user with the options of `jaxmpi.jit`. The leaves of a call are
+the arrays among its arguments, in the order of the flattened `(args, kwargs)`.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -27,48 +31,62 @@ __all__ = [
     "check_arguments",
     "checked",
     "choose_arguments",
+    "described_arrays",
     "is_per_rank",
-    "kinds",
     "positions",
     "title_of",
 ]
 
 
-Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments of a call, or of what it returns
+Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments or the outputs of a call
 
 _aval = attrgetter("aval")
 
 
 class Arguments(NamedTuple):
-    """Some of a function's arguments."""
+    """Some of a function's arguments, by position and by name."""
 
     nums: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def hold(self, path: KeyPath) -> bool:
-        """Return whether a leaf of (args, kwargs) is in one of them."""
-        kind, first = path[0].idx, path[1]
-        return first.key in self.names if kind else first.idx in self.nums
+    def contain(self, path: KeyPath) -> bool:
+        """Return whether the leaf of (args, kwargs) at this path is in one of these arguments."""
+        is_keyword, first = path[0].idx == 1, path[1]
+        return first.key in self.names if is_keyword else first.idx in self.nums
 
 
 def _never(path: KeyPath) -> bool:
+    """Return False, for any path."""
     return False
 
 
 @dataclass(frozen=True)
 class Function:
-    """A Python function, and what is known of its arguments and outputs."""
+    """A Python function, and the properties of its arguments and outputs.
+
+    Attributes:
+      fun: the function.
+      static: arguments that are no arrays, and compared by value.
+      donated: arguments whose memory the outputs may reuse.
+      replicated: arguments that are equal on all ranks.
+      outputs: positions of outputs that must be equal on all ranks.
+      equal_leaf: returns whether the leaf of (args, kwargs) at a path is equal on all ranks, too.
+      equal_output: returns whether the leaf of the outputs at a path must be equal, too.
+      calls: the eager calls of a function of jaxmpi; None for a function of the user.
+      api: the function of jaxmpi that the user has called, for errors.
+      feeds_rows: whether each rank should pass different rows, as in a pmap.
+    """
 
     fun: Callable[..., PyTree]
-    static: Arguments  # that are no arrays, and compared by value
+    static: Arguments
     donated: Arguments
-    replicated: Arguments  # that are equal on all ranks
-    outputs: tuple[int, ...]  # positions of outputs that must be
-    equal_leaf: Callable[[KeyPath], bool] = _never  # which leaves of (args, kwargs) are equal, too
-    equal_output: Callable[[KeyPath], bool] = _never  # which leaves of the outputs must be, too
-    calls: EagerCalls | None = None  # of a function of ours; None for the user's
-    api: str = "jaxmpi.jit"  # the function of jaxmpi that the user has called, for errors
-    feeds_rows: bool = False  # whether each rank is to pass other rows, as it is in a pmap
+    replicated: Arguments
+    outputs: tuple[int, ...]
+    equal_leaf: Callable[[KeyPath], bool] = _never
+    equal_output: Callable[[KeyPath], bool] = _never
+    calls: EagerCalls | None = None
+    api: str = "jaxmpi.jit"
+    feeds_rows: bool = False
 
     @property
     def title(self) -> str:
@@ -77,12 +95,12 @@ class Function:
 
     def replicates(self, path: KeyPath) -> bool:
         """Return whether the leaf of (args, kwargs) at this path is equal on all ranks."""
-        return self.replicated.hold(path) or self.equal_leaf(path)
+        return self.replicated.contain(path) or self.equal_leaf(path)
 
     def dynamic(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
-        """Return the arguments with None in the place of static ones."""
+        """Return the arguments with None instead of static ones."""
         if not self.static.names and not self.static.nums:
             return args, kwargs
         return (
@@ -114,14 +132,19 @@ class Function:
     def key(
         self, leaves: Sequence[Leaf], args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> tuple[object, ...]:
-        """Return a key that is equal for two calls of one structure with the same program.
+        """Return a key that is equal for two calls with the same structure and the same program.
 
-        In the steady state all comparisons of keys are of identity.
+        It has the shapes, dtypes and weak types of the leaves, and the values of static arguments.
+        JAX returns the same `aval` object for arrays of one type, so comparing two keys is usually
+        comparing identities.
+
+        Raises:
+          ValueError: a static argument is not hashable.
         """
         try:
             avals = list(map(_aval, leaves))
         except AttributeError:  # NumPy arrays and numbers
-            avals = [x.aval if isinstance(x, jax.Array) else _kind(x) for x in leaves]
+            avals = [x.aval if isinstance(x, jax.Array) else _host_type(x) for x in leaves]
         x64 = jax.config.jax_enable_x64
         if not self.static.names and not self.static.nums:
             return avals, x64
@@ -173,11 +196,12 @@ def choose_arguments(
 
 
 def is_per_rank(x: object) -> TypeGuard[PerRank]:
-    """Return whether every simulated rank has its own."""
+    """Return whether a leaf holds one value for each simulated rank."""
     return isinstance(x, PerRank)
 
 
-def _kind(x: Leaf) -> object:
+def _host_type(x: Leaf) -> object:
+    """Return what decides the type of a NumPy array or a Python number in a program."""
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else type(x)
 
 
@@ -188,13 +212,19 @@ Arrays: TypeAlias = tuple[list[tuple[KeyPath, Leaf]], PyTreeDef, list[jax.ShapeD
 
 
 def check_arguments(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
-    """Raise a TypeError or a ValueError that names an argument which no program can have."""
-    kinds(function, args, kwargs)
+    """Raise a TypeError or a ValueError that names an argument that no program can have."""
+    described_arrays(function, args, kwargs)
     function.key(function.leaves(args, kwargs), args, kwargs)
 
 
-def kinds(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Arrays:
-    """Return the arrays of the arguments with paths, the structure, and their shapes and dtypes."""
+def described_arrays(
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> Arrays:
+    """Return the leaves with their paths, the structure, and the shape and dtype of each leaf.
+
+    Raises:
+      TypeError, ValueError: an argument is no array of this rank, with its name.
+    """
     paths, treedef = flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
     return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
 
@@ -206,7 +236,11 @@ def wrapped(
     leaves: list[Leaf],
     backend: Ranks,
 ) -> list[Leaf]:
-    """Return the arrays of a call as programs of `backend` take them, or raise an error."""
+    """Return the arrays of a call as programs of `backend` take them.
+
+    Raises:
+      TypeError, ValueError: an argument that no program can have, with its name.
+    """
     try:
         return backend.transport.arrays.wrap(leaves)
     except (TypeError, ValueError):
@@ -217,14 +251,14 @@ def wrapped(
 def checked(
     function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Ranks
 ) -> Arrays:
-    """Return `kinds` of the arguments, after checking that `backend` can take them.
+    """Return `described_arrays` of the arguments, after checking that `backend` can take them.
 
     Raises:
       TypeError: an argument is no array, or holds values of simulated ranks where none are, with
         its name.
       ValueError: `replicated_argnums` names a position that is not there.
     """
-    arrays = kinds(function, args, kwargs)
+    arrays = described_arrays(function, args, kwargs)
     check = backend.eager(alone=_refuse_per_rank, stacked=_allow, parallel=_refuse_per_rank)
     check(function, arrays[0])
     what = f"the positional arguments of {function.title} are"
@@ -233,7 +267,7 @@ def checked(
 
 
 def _allow(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
-    """Return: simulated ranks may have values of their own."""
+    """Do nothing: simulated ranks may have different values."""
 
 
 def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
@@ -247,14 +281,19 @@ def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) 
 
 
 def argument_name(path: KeyPath) -> str:
-    """Return the path of a leaf of (args, kwargs) in words."""
+    """Return the path of a leaf of (args, kwargs) as text: "argument 0['w']"."""
     (_, first, *rest) = path
     name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key}"
     return name + (leaf_name(tuple(rest)) if rest else "")
 
 
 def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of one rank's array."""
+    """Return shape and dtype of a leaf, on one rank.
+
+    Raises:
+      TypeError: it is no array or number, or a reference.
+      ValueError: it is a global array of which this process holds a shard.
+    """
     try:
         aval = jax.typeof(leaf.stack if is_per_rank(leaf) else leaf)
         shape = aval.shape[1:] if is_per_rank(leaf) else aval.shape
@@ -266,7 +305,7 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
         ) from error
     if (
         isinstance(leaf, jax.Array)
-        and not isinstance(leaf, jax.core.Tracer)  # which does not know its devices
+        and not isinstance(leaf, jax.core.Tracer)  # a tracer does not know its devices
         and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     ):
         raise ValueError(
@@ -283,7 +322,18 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
 
 
 def positions(api: str, option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:
-    """Return positions below `count`, with negative ones counted from the end."""
+    """Return positions below `count`, with negative ones counted from the end.
+
+    Args:
+      api: the function of jaxmpi, for the error.
+      option: the argument with the positions, for the error.
+      numbers: the positions.
+      count: the number of elements.
+      what: the elements and a verb, for the error: "train_step returns".
+
+    Raises:
+      ValueError: there is no element at one of the positions.
+    """
     for i in numbers:
         if not -count <= i < count:
             raise ValueError(

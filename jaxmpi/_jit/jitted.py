@@ -1,4 +1,7 @@
-"""A function under `jax.jit`: whenever JAX traces it, its program for these arguments is built."""
+"""A function under `jax.jit`, whose body builds the program for its arguments while JAX traces.
+
+`jax.jit` traces the body, and so builds a program, once for each set of argument types.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +26,7 @@ __all__ = ["Jitted", "NewProgramError"]
 
 
 class NewProgramError(Exception):
-    """Raised in a trace, in the place of a program that is to be compiled outside of it."""
+    """Raised to leave a trace with a program that the ranks must compile together first."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.function.title)
@@ -38,45 +41,41 @@ class Jitted:
     """A function with these options of `jax.jit`, on one backend.
 
     Attributes:
-      plain: what `jax.jit` returns for it.
-      with_end: the same with another output before the function's: one that nobody can donate, to
-        wait for.
-      nested: the same as `plain`, for callers that are traced: they see the effects of its
-        collectives.
+      plain: the function under `jax.jit`.
+      with_end: returns `(end, outputs)`; `end` is an array to wait for, which no caller donates.
+      nested: like `plain`, for callers that are traced; they see the effects of its collectives.
       shares: whether the ranks share what they compile.
-      ready: a program that the trace that comes next takes.
-      traced: that of the last trace of `with_end`.
+      next_program: a program that is already built, for the next trace; used once.
+      traced_program: the program of the last trace of `with_end`.
     """
 
     def __init__(self, function: Function, options: dict[str, object], backend: Ranks) -> None:
         self._function, self._backend = function, backend
         self._alone = len(backend.ranks_here) == backend.place.size
         self.shares = not self._alone and shares(backend)
-        self.ready: Program | None = None
-        self.traced: Program | None = None
-        self.plain = jax.jit(self._body(hide=True), **options)
-        self.with_end = jax.jit(self._body(hide=True, end=True), **options)
-        self.nested = jax.jit(self._body(hide=False), **options)
+        self.next_program: Program | None = None
+        self.traced_program: Program | None = None
+        self.plain = jax.jit(self._body(hide_effects=True), **options)
+        self.with_end = jax.jit(self._body(hide_effects=True, end=True), **options)
+        self.nested = jax.jit(self._body(hide_effects=False), **options)
         self._local = jax.jit(explained(watched(function), backend.axes), **options)
 
     def build(
-        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide: bool = True
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide_effects: bool = True
     ) -> Program:
-        """Return the program for these arguments."""
-        ready, self.ready = self.ready, None
-        return (
-            ready
-            if ready and hide
-            else build_program(self._function, args, kwargs, self._backend, hide=hide)
-        )
+        """Return the program for these arguments: `next_program` if there is one."""
+        program, self.next_program = self.next_program, None
+        if program and hide_effects:
+            return program
+        return build_program(self._function, args, kwargs, self._backend, hide_effects=hide_effects)
 
     def trace_local(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> jax.stages.Traced | None:
-        """Return the function as `jax.jit` traces it, where that is its program; else None.
+        """Return the function as plain `jax.jit` traces it, if that is its program; else None.
 
-        It is on one rank, if nothing in it has to do with ranks. Otherwise `build` takes what was
-        traced.
+        That is so on one rank, if nothing in the function has to do with ranks. Otherwise the next
+        `build` uses the jaxpr that was traced here.
         """
         trace = self._backend.eager(alone=self._trace_alone, stacked=_none, parallel=_none)
         return trace(args, kwargs)
@@ -84,6 +83,7 @@ class Jitted:
     def _trace_alone(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> jax.stages.Traced | None:
+        """Do what `trace_local` does, on one rank."""
         function, backend = self._function, self._backend
         axes = _jaxcompat.binding_axes(backend.axes)
         if axes is None or settings.get("JAXMPI_EXPLAIN"):
@@ -95,39 +95,48 @@ class Jitted:
         if jaxpr is not None and is_local(jaxpr):
             return stage
         if jaxpr is not None:
-            self.ready = build_program(
-                function, args, kwargs, backend, hide=True, traced=(jaxpr, stage.out_tree)
+            self.next_program = build_program(
+                function, args, kwargs, backend, hide_effects=True, traced=(jaxpr, stage.out_tree)
             )
         return None
 
     def announce(self, program: Program, *, show: bool = True) -> None:
-        """Keep what a new program sends, for an error, and print it where that is asked for."""
+        """Register a new program for errors and the monitor, and print its table.
+
+        The table is printed on rank 0 if JAXMPI_EXPLAIN is set. With `show` False it is not
+        printed, and a later call announces the program again.
+        """
         if program.announced:
             return
         program.announced = show
-        if program.statement and not self._alone:
+        if program.compared_call and not self._alone:
             compare.register_program(
                 self._backend,
-                program.statement,
+                program.compared_call,
                 program.signature.sent,
                 program.signature.details,
             )
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
-    def _body(self, *, hide: bool, end: bool = False) -> Callable[..., PyTree]:
-        """Return the function that `jax.jit` traces, with the user's name and signature."""
+    def _body(self, *, hide_effects: bool, end: bool = False) -> Callable[..., PyTree]:
+        """Return the function that `jax.jit` traces, with the user's name and signature.
+
+        Args:
+          hide_effects: as in `lower.build`.
+          end: whether it returns `(end, outputs)`.
+        """
 
         def body(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if not self._alone:
                 refuse_nan_search(self._function.title)
-            program = self.build(args, kwargs, hide=hide)
-            new = self.shares and program.statement and not program.compiled_once
-            # jax.disable_jit compiles nothing, and runs this body at every call
-            if end and new and not jax.config.jax_disable_jit:
+            program = self.build(args, kwargs, hide_effects=hide_effects)
+            must_compile = self.shares and program.compared_call and not program.compiled_once
+            # `jax.disable_jit` compiles nothing, and runs this body at every call.
+            if end and must_compile and not jax.config.jax_disable_jit:
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)
-            self.traced = program if end else None
+            self.traced_program = program if end else None
             outs = program(self._function.leaves(args, kwargs))
             return (jnp.zeros((), jnp.bool_), outs) if end else outs
 

@@ -17,7 +17,17 @@ def is_object(x: object) -> bool:
 
 
 def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence[object]], None]:
-    """Return a check of the outputs: a ValueError if a changed object is not among them."""
+    """Return a function that checks the outputs for lost changes.
+
+    Args:
+      api: the function of jaxmpi, for the error.
+      title: of the user's function, for the error.
+      arguments: `(args, kwargs)` before the function runs.
+
+    Returns:
+      A function of the leaves of the outputs. It raises a ValueError if the function has changed an
+      nnx object of its arguments in place, and the new values are not among the outputs.
+    """
     if "flax.nnx" not in sys.modules:
         return lambda outs: None
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_object)
@@ -26,7 +36,8 @@ def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence
     def check(outs: Sequence[object]) -> None:
         returned = set(map(id, outs))
         for (_, first, *rest), x, before in found:
-            after = _arrays(x)  # new variables, such as intermediates, are not missed
+            # Variables that are new, such as intermediates, may be lost without an error.
+            after = _arrays(x)
             changed = [
                 name
                 for name, old in before.items()
@@ -45,6 +56,7 @@ def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence
 
 
 def _arrays(x: PyTree) -> dict[str, object]:
+    """Return the leaves of an nnx object by their paths."""
     return {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]

@@ -1,4 +1,9 @@
-"""Steps that change Flax nnx objects in place: they travel as graphs and arrays."""
+"""Steps that change Flax nnx objects in place (`jaxmpi.nn.jit`).
+
+An argument with nnx objects enters the step as a graph, which is static, and a state of arrays. In
+the step the objects are built again, the function runs, and the new state is an output. After the
+call it is written into the objects of the caller.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +35,16 @@ class _Key(jax.tree_util.GetAttrKey):  # type: ignore[misc]
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass
-class _Part:
-    """Argument with nnx objects in it; objects that several arguments share are in the first."""
+class _SplitArgument:
+    """An argument with nnx objects, as arrays and a graph.
 
-    state: PyTree  # its arrays
-    graph: "nnx.GraphDef | None"  # of all such arguments together
+    Attributes:
+      state: its arrays. Those of objects that several arguments share are in the first of these.
+      graph: the graph of all such arguments of the call together; None in an output.
+    """
+
+    state: PyTree
+    graph: "nnx.GraphDef | None"
 
     def tree_flatten_with_keys(
         self,
@@ -45,7 +55,9 @@ class _Part:
         return (self.state,), self.graph
 
     @classmethod
-    def tree_unflatten(cls, graph: "nnx.GraphDef | None", children: Sequence[PyTree]) -> "_Part":
+    def tree_unflatten(
+        cls, graph: "nnx.GraphDef | None", children: Sequence[PyTree]
+    ) -> "_SplitArgument":
         (state,) = children
         return cls(state, graph)
 
@@ -57,10 +69,10 @@ class InPlace(Step):
         super().__init__(replace(function, fun=_pure(function.fun)), options)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Call the function, and leave in its objects what it has made of them."""
+        """Call the function, and write the changes of its nnx objects into the caller's."""
         from flax import nnx
 
-        # where `nnx.cached_partial` expects a transformation of nnx
+        # `nnx.cached_partial` works only within an update context.
         with nnx.update_context("jaxmpi.nn.jit"):
             args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super().__call__(*args, **kwargs))
@@ -92,33 +104,37 @@ class InPlace(Step):
 
 
 def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return the function of graphs and arrays.
+    """Return a function of split arguments, without side effects.
 
-    It returns what becomes of positional arguments, of those by name, and its result.
+    It returns `(*positional, named, out)`: for each positional argument its new `_SplitArgument`,
+    None if it has no nnx objects; a dict of these for keyword arguments; and the result of `fun`.
     """
     from flax import nnx
 
     def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        given = _named(args, kwargs)
-        parts = {key: arg for key, arg in given.items() if isinstance(arg, _Part)}
-        graph = next((part.graph for part in parts.values()), None)
-        before = {key: _structures(part.state) for key, part in parts.items()}
-        objects = nnx.merge(graph, _state(parts)) if graph is not None else {}
-        given |= objects
+        # Build the objects from the graph and the arrays, and call the function.
+        arguments = _by_key(args, kwargs)
+        split = {key: arg for key, arg in arguments.items() if isinstance(arg, _SplitArgument)}
+        graph = next((arg.graph for arg in split.values()), None)
+        before = {key: _structures(arg.state) for key, arg in split.items()}
+        objects = nnx.merge(graph, _state(split)) if graph is not None else {}
+        arguments |= objects
         out = fun(
-            *(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs}
+            *(arguments[str(i)] for i in range(len(args))),
+            **{name: arguments[name] for name in kwargs},
         )
-        left, found = _taken_apart(objects)
-        if parts and left != graph:
+        # Return the arrays that are in the objects now.
+        new_graph, new_split = _split_objects(objects)
+        if split and new_graph != graph:
             raise ValueError(
                 f"jaxmpi.nn.jit: {pure.__name__} changes the structure of its nnx arguments: it "
                 "adds, removes or newly shares variables, or changes a static attribute, as "
                 "model.eval() does. Do that outside of the step."
             )
-        for key, part in found.items():
-            part.state = jax.tree.map(_put_together, part.state, before[key], is_leaf=is_variable)
-        here = [found.get(str(i)) for i in range(len(args))]
-        return *here, {name: found[name] for name in kwargs if name in found}, out
+        for key, arg in new_split.items():
+            arg.state = jax.tree.map(_with_structure, arg.state, before[key], is_leaf=is_variable)
+        positional = [new_split.get(str(i)) for i in range(len(args))]
+        return *positional, {name: new_split[name] for name in kwargs if name in new_split}, out
 
     update_wrapper(pure, fun)
     pure.__name__ = title_of(fun)
@@ -126,12 +142,12 @@ def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _structures(state: PyTree) -> PyTree:
-    """The structure of each variable."""
+    """Return the structure of each variable."""
     return jax.tree.map(jax.tree.structure, state, is_leaf=is_variable)
 
 
-def _put_together(variable: PyTree, before: PyTreeDef) -> PyTree:
-    """A variable with the structure that it had before the function.
+def _with_structure(variable: PyTree, before: PyTreeDef) -> PyTree:
+    """Return a variable with the structure that it had before the function.
 
     Where the value of a variable is a pytree, such as a `ShardedArray`, `nnx.Optimizer.update`
     leaves an `nnx.State` of its fields in the variable, and fails at the next call.
@@ -145,21 +161,26 @@ def _put_together(variable: PyTree, before: PyTreeDef) -> PyTree:
 def _split(
     args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], dict[str, PyTree]]:
-    """Return the arguments with objects split into parts, and the objects by argument."""
-    given = _named(args, kwargs)
-    objects = {key: arg for key, arg in given.items() if _has_object(arg)}
+    """Split the arguments that have nnx objects.
+
+    Returns:
+      The arguments, some of which are `_SplitArgument`; and by their keys the arguments with
+      objects, as they were.
+    """
+    arguments = _by_key(args, kwargs)
+    objects = {key: arg for key, arg in arguments.items() if _has_object(arg)}
     if objects:
-        graph, parts = _taken_apart(objects)
-        given |= {key: replace(part, graph=graph) for key, part in parts.items()}
+        graph, split = _split_objects(objects)
+        arguments |= {key: replace(arg, graph=graph) for key, arg in split.items()}
     return (
-        tuple(given[str(i)] for i in range(len(args))),
-        {name: given[name] for name in kwargs},
+        tuple(arguments[str(i)] for i in range(len(args))),
+        {name: arguments[name] for name in kwargs},
         objects,
     )
 
 
-def _named(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
-    """All arguments, positional ones by their number."""
+def _by_key(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Return all arguments by their names; positional ones by their positions, as text."""
     return {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
 
 
@@ -168,26 +189,34 @@ def _has_object(arg: PyTree) -> bool:
 
 
 def _write_back(objects: dict[str, PyTree], outs: PyTree) -> PyTree:
+    """Write the new arrays of a step into the objects of the caller; return the function's result.
+
+    Args:
+      objects: the arguments with nnx objects, by their keys.
+      outs: the outputs of the step, as `_pure` returns them.
+    """
     from flax import nnx
 
-    *here, named, out = outs
-    parts = {str(i): part for i, part in enumerate(here) if part is not None} | named
+    *positional, named, out = outs
+    split = {str(i): arg for i, arg in enumerate(positional) if arg is not None} | named
     if objects:
-        nnx.update(objects, _state(parts))
+        nnx.update(objects, _state(split))
     return out
 
 
-def _taken_apart(objects: dict[str, PyTree]) -> tuple["nnx.GraphDef", dict[str, _Part]]:
-    """The graph of nnx objects, and the arrays of each."""
+def _split_objects(
+    objects: dict[str, PyTree],
+) -> tuple["nnx.GraphDef", dict[str, _SplitArgument]]:
+    """Return the graph of nnx objects, and the arrays of each."""
     from flax import nnx
 
     graph, state = nnx.split(objects)
     empty: nnx.State = nnx.State({})
-    return graph, {key: _Part(state.get(key, empty), None) for key in objects}
+    return graph, {key: _SplitArgument(state.get(key, empty), None) for key in objects}
 
 
-def _state(parts: Mapping[str, _Part]) -> "nnx.State":
-    """The arrays of all parts, as nnx has them."""
+def _state(split: Mapping[str, _SplitArgument]) -> "nnx.State":
+    """Return the arrays of split arguments as one state, for nnx."""
     from flax import nnx
 
-    return nnx.State({key: part.state for key, part in parts.items()})
+    return nnx.State({key: arg.state for key, arg in split.items()})

@@ -3,6 +3,9 @@
 A function `f(x)` of one device's arrays becomes one of arrays with a leading axis of one, as
 multi-process JAX has it where each process has one device: `x[1, ...] -> f(x[0])[None]`. It is a
 `jaxmpi.jit` of that function, in which `axis_name` is another name for the ranks.
+
+A call squeezes the mapped axis of each argument (`_row`), traces `f` with `axis_name` bound and
+renames that axis to AXIS (`_on_ranks`), and adds the mapped axis to each result (`_with_axis`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -29,7 +32,8 @@ from jaxmpi._world import session
 
 __all__ = ["pmap"]
 
-# the name of an axis of length one, bound in the function: `_mapped` asks for it
+# The name of an axis of length one. It is bound while the function is traced, so that `_mapped`
+# knows a pmap within a pmap.
 INSIDE = "jaxmpi: inside of a pmap"
 
 
@@ -163,11 +167,12 @@ class Axes(NamedTuple):
 
 
 def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
+    """Return positions as a tuple."""
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _has_none(axes: Any, path: KeyPath) -> bool:
-    """Return whether a tree of axes has None at a path, or above it, for all leaves below."""
+    """Return whether a tree of axes has None at a path, or at a prefix of it."""
     for above, axis in flatten_with_path(axes, is_leaf=lambda x: x is None)[0]:
         if axis is None and path[: len(above)] == above:
             return True
@@ -181,7 +186,7 @@ def _check(
     axis_size: int | None,
     ranks: Ranks,
 ) -> None:
-    """Raise a ValueError where a pmap asks for another axis than that of the ranks."""
+    """Raise a ValueError if a pmap is given an axis or devices that are not those of the ranks."""
     size, here = ranks.place.size, jax.local_devices()[0]
     if axis_name is not None and axis_name in ranks.axes and axis_name != AXIS:
         raise ValueError(
@@ -208,8 +213,9 @@ def _check(
 def _mapped(
     fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> PyTree:
-    """Call a traced function without the mapped axis, which its results get again."""
+    """Call a function on arrays without the mapped axis, and add that axis to its results."""
     title = title_of(fun)
+    # Squeeze the mapped axis of each argument. Keyword arguments are mapped over axis 0.
     dynamic = [None if i in axes.static else arg for i, arg in enumerate(args)]
     paths, treedef = jax.tree_util.tree_flatten_with_path((tuple(dynamic), kwargs))
     numbers = [*_axes_of_arguments(title, axes, dynamic), *[0] * len(jax.tree.leaves(kwargs))]
@@ -217,13 +223,13 @@ def _mapped(
 
     def call(*rows: ArrayLike) -> PyTree:
         dynamic, named = treedef.unflatten(rows)
-        given = [
+        arguments = [
             arg if i in axes.static else new
             for i, (arg, new) in enumerate(zip(args, dynamic, strict=True))
         ]
-        # of nnx objects, which would be lost
-        check = watch_changes("jaxmpi.pmap", title, (given, named))
-        out = fun(*given, **named)
+        # Changes of nnx objects would be lost.
+        check = watch_changes("jaxmpi.pmap", title, (arguments, named))
+        out = fun(*arguments, **named)
         check(jax.tree.leaves(out))
         return out
 
@@ -247,24 +253,31 @@ def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[i
     out: list[int | None] = []
     for i, (axis, arg) in enumerate(zip(each, args, strict=True)):
         if i not in axes.static:
-            out += _of_leaves(f"in_axes of argument {i} of {title}", axis, arg)
+            out += _axes_of_leaves(f"in_axes of argument {i} of {title}", axis, arg)
     return out
 
 
-def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
-    """Return the axis of each leaf.
+def _axes_of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
+    """Return the axis of each leaf of `tree`.
 
-    In the tree of axes, an int or a None stands for all leaves below.
+    Args:
+      what: the argument of `pmap` with the axes, for an error.
+      axes: a prefix of `tree`, in which an int or None is the axis of all leaves below.
+      tree: the arrays.
+
+    Raises:
+      TypeError: an axis is no int and not None.
+      ValueError: `axes` is no prefix of `tree`.
     """
     out: list[int | None] = []
 
-    def note(axis: object, part: PyTree) -> None:
+    def append(axis: object, subtree: PyTree) -> None:
         if not (axis is None or (isinstance(axis, int) and not isinstance(axis, bool))):
             raise TypeError(f"pmap: {what} has {axis!r}. An axis is an int, or None.")
-        out.extend([axis] * len(jax.tree.leaves(part)))
+        out.extend([axis] * len(jax.tree.leaves(subtree)))
 
     try:
-        jax.tree.map(note, axes, tree, is_leaf=lambda x: x is None)
+        jax.tree.map(append, axes, tree, is_leaf=lambda x: x is None)
     except ValueError:
         raise ValueError(
             f"pmap: {what}, {axes}, do not have the structure {jax.tree.structure(tree)}. Pass one "
@@ -276,7 +289,8 @@ def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
 def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array:
     """Return an array without its mapped axis.
 
-    Raises a ValueError with its name if that axis is not of length one.
+    Raises:
+      ValueError: that axis is not of length one, with the name of the argument.
     """
     if axis is None:
         return x
@@ -303,7 +317,7 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
 def _on_ranks(
     title: str, call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]
 ) -> PyTree:
-    """Trace a function with a name bound to the ranks, and put it here with AXIS instead."""
+    """Trace a function with a name bound to the ranks, and evaluate it here over AXIS instead."""
     structure = None  # of the results
 
     def flat(*rows: jax.Array) -> list[ArrayLike]:
@@ -349,7 +363,7 @@ def _with_axis(title: str, out_axes: Any, out: PyTree) -> PyTree:
     """Return the results with an axis of length one where `out_axes` has a number."""
     leaves, treedef = jax.tree.flatten(out)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
-    numbers = _of_leaves(f"out_axes of {title}", out_axes, out)
+    numbers = _axes_of_leaves(f"out_axes of {title}", out_axes, out)
     for i, (axis, path) in enumerate(zip(numbers, paths, strict=True)):
         if axis is None:
             continue

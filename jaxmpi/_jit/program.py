@@ -37,102 +37,130 @@ __all__ = ["Program", "Run", "build_program", "refuse_nan_search", "watched"]
 
 
 T = TypeVar("T")
-# of the arguments' arrays; see `Program.compiled`
+# run(leaves of the arguments) -> (end, outputs); see `Program.compiled`
 Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]
 
 
 @dataclass(eq=False)
 class Program:
-    """Program of a function for arguments of certain shapes and dtypes."""
+    """Program of a function for arguments of certain shapes and dtypes.
+
+    "Leaves" are the arrays among the arguments, in the order of the flattened `(args, kwargs)`.
+
+    Attributes:
+      function: the function.
+      call: maps the leaves to the leaves of the outputs; for `jax.jit` to trace.
+      tree: the structure of the outputs.
+      entries: its collectives.
+      signature: what the ranks compare.
+      same_module: the traced program, if all ranks must run one compiled module; else None.
+      arguments: for each leaf, its name, dtype and shape.
+      donated: for each leaf, whether the outputs may reuse its memory.
+      outputs: for each leaf of the outputs, its name.
+      equal: which leaves are equal on all ranks, and which leaves of the outputs.
+      scalars: the indices of scalar leaves that are equal on all ranks.
+      captured: arrays that the function captured from outside.
+      forgotten_mean: outputs that may differ after a call with equal inputs; None if there are none
+        or the first call has looked at them.
+      batch: the indices of leaves that are a rank's rows; if these are equal on all ranks at the
+        first call, all compute the same, and a warning says so.
+      announced: whether `Jitted.announce` has registered it.
+      compiled_once: whether `compile_once` or `compile_alone` has compiled it, so that JAX compiles
+        nothing at its call.
+      lower: lowers it for arguments like the leaves; `compiled` sets it.
+    """
 
     function: Function
-    # of the arguments' arrays to the outputs', for `jax.jit`
     call: Callable[[Sequence[Leaf]], list[Leaf]]
-    tree: PyTreeDef  # of the outputs
-    entries: Sequence[Entry]  # what it sends
-    signature: Signature  # what the ranks compare
-    # the traced program, where all ranks must run one compiled program; or None
+    tree: PyTreeDef
+    entries: Sequence[Entry]
+    signature: Signature
     same_module: ClosedJaxpr | None
-    arguments: list[str]  # in words
-    donated: list[bool]  # for each array of the arguments
-    outputs: list[str]  # in words
-    # which arrays of the arguments, and of the outputs, are the same on all ranks
+    arguments: list[str]
+    donated: list[bool]
+    outputs: list[str]
     equal: tuple[list[bool], list[bool]]
-    # the arrays of the arguments that `replicated_argnums` names and that are one number
     scalars: list[int]
-    captured: Sequence[ArrayLike] = ()  # the arrays that the function has from outside
-    divergence: DivergenceCheck | None = None  # finds a forgotten mean at the first call
-    # arrays of the arguments that must not all be equal, as all ranks would do the same
-    fed: Sequence[int] = ()
+    captured: Sequence[ArrayLike] = ()
+    forgotten_mean: DivergenceCheck | None = None
+    batch: Sequence[int] = ()
     announced: bool = False
-    # whether `compile_once` or `compile_alone` has handled it, and JAX compiles nothing at its call
     compiled_once: bool = False
-    # of the arguments' arrays; `compiled` sets it
     lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)
 
     @property
-    def statement(self) -> Call | None:
-        """Call that the ranks compare; None if the program sends nothing."""
-        return self.signature.statement
+    def compared_call(self) -> Call | None:
+        """Call that the ranks compare; None if the program has no collective.
 
-    def numbers(self, leaves: Sequence[Leaf]) -> list[str]:
-        """Return Python and NumPy numbers that must be equal on all ranks, such as a step count.
+        Then ranks may run it at any time, or one of them alone.
+        """
+        return self.signature.compared_call
 
-        Those that are numbers of JAX may not be known yet.
+    def host_scalars(self, leaves: Sequence[Leaf]) -> list[str]:
+        """Describe the Python and NumPy scalars that must be equal on all ranks, such as a count.
+
+        JAX scalars are left out, because they may not be computed yet.
         """
         known = [i for i in self.scalars if not isinstance(leaves[i], jax.Array)]
         return [f"{self.arguments[i]} is {np.asarray(leaves[i]).item()}" for i in known]
 
     def lowered_to(self, lowered: Lowered) -> None:
-        """Have the ranks compare what XLA compiles, where all must run the same."""
+        """Add the module that XLA compiles to the signature, if all ranks must run the same one."""
         if self.same_module is not None:
             self.signature.lowered_to(lowered, self.same_module)
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
-        """Trace it, inside of a `jax.jit`."""
+        """Return the outputs for the leaves, inside of a `jax.jit` that traces this."""
         return self.tree.unflatten(self.call(leaves))
 
     def compiled(self, options: Mapping[str, object], leaves: Sequence[Leaf]) -> Run:
-        """Return a function of the arguments' arrays that runs it, with options of `jax.jit`.
+        """Return a function of the leaves that runs the program.
 
         It returns an array that is ready when the program has ended, and that nobody donates, and
-        the outputs. `leaves` are arrays of its first call; nothing is sent.
-        """
-        given, kept = (
-            [i for i, d in enumerate(self.donated) if d == which] for which in (True, False)
-        )
-        order = np.argsort([*given, *kept]).tolist()
+        the outputs. Nothing is sent or compiled here, but on xla the program is lowered.
 
-        def flat(given: Sequence[Leaf], kept: Sequence[Leaf]) -> tuple[jax.Array, list[Leaf]]:
+        Args:
+          options: keyword arguments for `jax.jit`.
+          leaves: the leaves of the first call.
+        """
+        # `jax.jit` donates whole arguments, so the program has two: the donated leaves, and the
+        # others.
+        donated = [i for i, is_donated in enumerate(self.donated) if is_donated]
+        kept = [i for i, is_donated in enumerate(self.donated) if not is_donated]
+        order = np.argsort([*donated, *kept]).tolist()
+        select_donated, select_kept = _selector(donated), _selector(kept)
+
+        def flat(donated: Sequence[Leaf], kept: Sequence[Leaf]) -> tuple[jax.Array, list[Leaf]]:
             refuse_nan_search(self.function.title)
-            leaves = (*given, *kept)
+            leaves = (*donated, *kept)
             return jnp.zeros((), jnp.bool_), self.call([leaves[i] for i in order])
 
         def run(leaves: Sequence[Leaf]) -> tuple[jax.Array, PyTree]:
-            end, outs = jitted(take_given(leaves), take_kept(leaves))
+            end, outs = jitted(select_donated(leaves), select_kept(leaves))
             return end, self.tree.unflatten(outs)
 
         flat.__name__ = self.function.title
         jitted = jax.jit(flat, donate_argnums=0, **options)
-        take_given, take_kept = _taker(given), _taker(kept)
-        self.lower = lambda leaves: jitted.lower(take_given(leaves), take_kept(leaves))
-        if self.same_module is not None and self.statement:
-            self.lowered_to(self.lower(leaves))  # which the first call does not do again
+        self.lower = lambda leaves: jitted.lower(select_donated(leaves), select_kept(leaves))
+        if self.same_module is not None and self.compared_call:
+            self.lowered_to(self.lower(leaves))  # JAX keeps this for the first call
         return run
 
 
-def _taker(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
-    """Return a function that selects these from a list; mostly its first or last ones."""
-    if list(indices) == list(range(min(indices, default=0), max(indices, default=-1) + 1)):
-        return itemgetter(slice(min(indices, default=0), max(indices, default=-1) + 1))
+def _selector(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
+    """Return a function that selects the elements at these indices, in ascending order."""
+    first, end = min(indices, default=0), max(indices, default=-1) + 1
+    if list(indices) == list(range(first, end)):  # the usual case, where a slice is quicker
+        return itemgetter(slice(first, end))
     return itemgetter(*indices)
 
 
 def refuse_nan_search(title: str) -> None:
-    """Raise a FloatingPointError where JAX looks for the operation that has made a NaN.
+    """Raise a FloatingPointError where JAX searches for the operation that has made a NaN.
 
-    With `jax_debug_nans` and `jax_debug_infs` it then runs the program again, equation by equation,
-    on this rank alone; the other ranks would not take part.
+    With `jax_debug_nans` or `jax_debug_infs`, JAX runs a program with a NaN again, equation by
+    equation. It would do so on this rank alone, and the collectives would wait for the other ranks.
+    A body that is called at the top level, without a trace, is such a second run.
     """
     looked_for = jax.config.jax_debug_nans or jax.config.jax_debug_infs
     if looked_for and _jaxcompat.at_top_level() and not jax.config.jax_disable_jit:
@@ -147,7 +175,7 @@ def refuse_nan_search(title: str) -> None:
 
 
 def watched(function: Function) -> Callable[..., PyTree]:
-    """Return the function, with an error where it changes nnx objects and the change is lost."""
+    """Return the function, with an error if it changes nnx objects and the change would be lost."""
 
     @partial(update_wrapper, wrapped=function.fun, updated=())
     def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -160,9 +188,13 @@ def watched(function: Function) -> Callable[..., PyTree]:
 
 
 class _Flat:
-    """Function of the arrays of its arguments that returns those of its outputs, called once."""
+    """A function with flat arrays as arguments and outputs, which is called once.
 
-    tree: PyTreeDef  # of the outputs, once it was called
+    Attributes:
+      tree: the structure of the outputs, after the call.
+    """
+
+    tree: PyTreeDef
 
     def __init__(
         self,
@@ -187,14 +219,26 @@ def build_program(
     kwargs: dict[str, PyTree],
     backend: Ranks,
     *,
-    hide: bool,
+    hide_effects: bool,
     traced: tuple[ClosedJaxpr, PyTreeDef] | None = None,
 ) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`.
 
-    `hide` is as in `lower.build`. `traced` is the function where it was traced before, and the
-    structure of its outputs.
+    Nothing is sent or compiled.
+
+    Args:
+      function: the function.
+      args: the positional arguments.
+      kwargs: the keyword arguments.
+      backend: the ranks.
+      hide_effects: as in `lower.build`.
+      traced: if the function was traced before, its jaxpr, and the structure of its outputs.
+
+    Raises:
+      NotImplementedError, TypeError, ValueError: for arguments that no program can have, a
+        collective that is not supported, and what `analyze` raises.
     """
+    # trace
     paths, treedef, avals = checked(function, args, kwargs, backend)
     ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]
     size = backend.place.size
@@ -204,6 +248,7 @@ def build_program(
         flat = _Flat(function, args, kwargs, treedef)
         jaxpr, captured, parameters = trace(flat, backend.axes, avals)
         tree = flat.tree
+    # analyze
     outs = paths_of(tree)
     replicated = [function.replicates(path) and not is_per_rank_leaf(path) for path in ins]
     arguments = [
@@ -214,22 +259,31 @@ def build_program(
     if size > 1:
         backend.transport.check(Refusals(jaxpr, backend.name))
         with collection_paused():
-            found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
+            found = analyze(
+                function,
+                jaxpr,
+                captured,
+                ins,
+                replicated,
+                tree,
+                backend,
+                hide_effects=hide_effects,
+            )
         replicated = [*found.replicated]
-        if names := [
-            argument for argument, same in zip(arguments, replicated, strict=True) if same
-        ]:
+        # The ranks compare which arguments are replicated, too.
+        names = [name for name, same in zip(arguments, replicated, strict=True) if same]
+        if names:
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
-    entries = found.entries
     signature = Signature(
         function.title,
-        entries,
+        found.entries,
         found.control,
         parameters=parameters,
         arguments=arguments,
         weak=[a.weak_type for a in avals],
         calls=function.calls,
     )
+    # lower
     stacked = [False] * len(captured) + per_rank
     with collection_paused():
         program, finish = lower.build(
@@ -237,9 +291,9 @@ def build_program(
             found.plan,
             backend,
             stacked,
-            entries,
+            found.entries,
             signature.fingerprint,
-            hide=hide,
+            hide_effects=hide_effects,
         )
 
     def call(leaves: Sequence[Leaf]) -> list[Leaf]:
@@ -250,11 +304,11 @@ def build_program(
         function=function,
         call=call,
         tree=tree,
-        entries=entries,
+        entries=found.entries,
         signature=signature,
         same_module=backend.transport.shared_module(found.jaxpr) if size > 1 else None,
         arguments=arguments,
-        donated=[function.donated.hold(path) for path in ins],
+        donated=[function.donated.contain(path) for path in ins],
         outputs=[output_name(path) for path in outs],
         equal=(
             replicated,
@@ -269,6 +323,6 @@ def build_program(
             if same and a.shape == ()
         ],
         captured=captured,
-        divergence=found.divergence,
-        fed=found.fed,
+        forgotten_mean=found.forgotten_mean,
+        batch=found.batch,
     )

@@ -19,18 +19,18 @@ from jaxmpi._world import session
 __all__ = ["Compiled", "Lowered", "Step", "Traced"]
 
 
-# Stages, as those of `jax.stages`: the ranks compare the last one before each call
+# Stages like those of `jax.stages`; the ranks compare a `Compiled` at each call
 
 
 Run: TypeAlias = Callable[[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
 
 
 class _Stage:
-    """A stage of `jax.stages`; it has all that JAX's own has.
+    """A stage of `jax.stages`, with all attributes of JAX's stage.
 
     Args:
-      stage: JAX's.
-      run: calls what was compiled, `run(compiled, args, kwargs)`.
+      stage: the stage of JAX.
+      run: calls a compiled program, as `run(compiled, args, kwargs)`.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Traced(_Stage):
     """Result of `Step.trace`: a `jax.stages.Traced` whose `lower` returns a `Lowered`.
 
     Args:
-      stage: JAX's.
-      run: as that of the others.
-      lowered_to: is called with JAX's next stage.
+      stage: the stage of JAX.
+      run: as in `_Stage`.
+      lowered_to: is called with the `jax.stages.Lowered`.
     """
 
     def __init__(
@@ -76,7 +76,11 @@ class Compiled(_Stage):
     """Result of `Lowered.compile`: a `jax.stages.Compiled` that the ranks compare at each call."""
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Compare, and run."""
+        """Run the program; the ranks compare it before or meanwhile.
+
+        Raises:
+          RankMismatchError: the ranks would send different messages.
+        """
         return self._run(self._stage, args, kwargs)
 
 
@@ -89,83 +93,84 @@ class Step:
     def __init__(self, function: Function, options: dict[str, object]) -> None:
         self._function, self._options = function, options
         self._backend: Ranks | None = None
-        self._executor: Executor | None = None  # of several ranks
-        # not its attributes, which may be another Step's
+        self._executor: Executor | None = None  # None if this process holds all ranks
+        # Copy the name and signature, but not the attributes: `fun` may be another Step.
         update_wrapper(self, function.fun, updated=())
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the function on all ranks."""
         if session.current("jaxmpi.jit") is not self._backend:
-            self._on()
+            self._rebuild()
         if not _jaxcompat.at_top_level():
-            return self._inside()(*args, **kwargs)
+            return self._nested()(*args, **kwargs)
         if self._executor is None:
             return self._plain(*args, **kwargs)
         return self._executor(args, kwargs)
 
     def __get__(self, instance: object, owner: object = None) -> "Step | MethodType":
-        # as a method, it takes `self`
+        # A Step in a class is a method: it gets `self`.
         return self if instance is None else MethodType(self, instance)
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """Lower the function, as `jax.jit(fun).lower`; neither this nor `compile` communicates."""
-        self._on()
+        self._rebuild()
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """Trace the program that this backend runs, as `jax.jit(fun).trace`."""
-        self._on()
+        self._rebuild()
         if (stage := self._jitted.trace_local(args, kwargs)) is not None:
             return Traced(stage, partial(self._run_compiled, None), lambda _: None)
         args, kwargs = self._wrapped(args, kwargs)
-        self._jitted.ready = program = self._jitted.build(args, kwargs)
+        self._jitted.next_program = program = self._jitted.build(args, kwargs)
         try:
             stage = self._plain.trace(*args, **kwargs)
         finally:
-            self._jitted.ready = None  # where JAX has traced it before
+            self._jitted.next_program = None  # unused if JAX has the trace in its cache
         return Traced(stage, partial(self._run_compiled, program), program.lowered_to)
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return shapes and dtypes of the outputs, as `jax.jit(fun).eval_shape`."""
-        self._on()
+        self._rebuild()
         return self._plain.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forget what was compiled."""
+        """Drop all compiled programs."""
         self._backend = self._executor = None
 
     def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
         """Return the program of a call with these arguments; nothing is sent or compiled."""
-        self._on()
+        self._rebuild()
         return self._jitted.build(*self._wrapped(args, kwargs))
 
-    def _on(self) -> None:
+    def _rebuild(self) -> None:
         """Rebuild the jitted function if the active backend changed."""
         backend = session.current("jaxmpi.jit")
         if backend is self._backend:
             return
         backend.check_process()
-        self.clear_cache()  # where what follows raises, the next call raises, too
+        self.clear_cache()  # so that after an error below, the next call tries again
         self._jitted = Jitted(self._function, self._options, backend)
         self._plain = self._jitted.plain
         self._executor = backend.executor(
             inline=partial(self._executor_of, ComparesInline),
             before=partial(self._executor_of, ComparesBefore),
         )
-        self._backend = backend  # at last: another thread may be calling
+        self._backend = backend  # last, because another thread may be in `__call__`
 
-    def _executor_of(self, kind: type[Executor], ranks: Processes) -> Executor:
-        return kind(ranks, function=self._function, options=self._options, jitted=self._jitted)
+    def _executor_of(self, executor: type[Executor], ranks: Processes) -> Executor:
+        return executor(ranks, function=self._function, options=self._options, jitted=self._jitted)
 
-    def _inside(self) -> Callable[..., PyTree]:
+    def _nested(self) -> Callable[..., PyTree]:
         """Return the function for a caller that is traced itself."""
-        if _axis.bound():  # by a jaxmpi.jit around this one, which treats the collectives
+        if _axis.bound():  # inside of another jaxmpi.jit, which lowers the collectives of both
             return jax.jit(self._function.fun, **self._options)
         backend = self._backend
         assert backend is not None
         if backend.place.size == 1:
             return self._plain
-        # other programs may stand beside this one: its effect keeps the order, where it has one
+        # The caller may contain other programs. Their effects keep the messages in order, on
+        # transports that have effects; others refuse.
         return backend.transport.nested(
             self._jitted.nested, self._function.api, self._function.title
         )
@@ -177,6 +182,7 @@ class Step:
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
+        """Run a compiled program of `trace`, on one process or several."""
         args, kwargs = self._wrapped(args, kwargs)
         if self._executor is None or program is None:
             return compiled(*args, **kwargs)
@@ -185,12 +191,19 @@ class Step:
     def _wrapped(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """Return the arguments with arrays as programs of the backend take them.
+
+        Raises:
+          TypeError, ValueError: an argument that no program can have, with its name.
+        """
         backend = self._backend
         assert backend is not None
-        given = self._function.dynamic(args, kwargs)
+        arrays = self._function.dynamic(args, kwargs)
         try:
-            taken = backend.transport.arrays.wrap_tree(given)
+            wrapped = backend.transport.arrays.wrap_tree(arrays)
         except (TypeError, ValueError):
-            check_arguments(self._function, args, kwargs)  # names what it cannot take
+            check_arguments(self._function, args, kwargs)  # raises an error with the name
             raise
-        return (args, kwargs) if taken is given else self._function.with_arrays(taken, args, kwargs)
+        if wrapped is arrays:
+            return args, kwargs
+        return self._function.with_arrays(wrapped, args, kwargs)

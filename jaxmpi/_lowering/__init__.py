@@ -4,16 +4,20 @@
                                        -> signature  (what the ranks compare)
                                        -> rewrite -> lower (what `jax.jit` compiles)
 
-trace           trace the function once, with the axis bound, and open calls with collectives
-collectives     collectives over named axes, as collectives over all ranks; calls of a transport
+From `trace` on, a program is a jaxpr over the axis AXIS alone, in which every collective is at the
+top or in a loop: an opened program. `_jit/analyze` calls `means` and `plan`, `_jit/program` the
+steps after them.
+
+trace           trace the function once, with the axes bound, and open calls with collectives
+collectives     collectives over named axes as collectives over all ranks; calls of a transport
 loops           loops that communicate: under `vmap`, and in one order with other messages
 exact_updates   updates that lead to a given value, bit by bit
 refuse          errors for collectives that are not supported
-means           a sum, its division and its bf16 conversions as one mean
+means           a sum, its division and its bf16 conversions fused into one mean
 plan            rounds of a program: local equations, messages, loops; its collectives as entries
-messages        collectives that travel in one message, and when it is sent
+messages        which collectives share a message, and when it is sent
 explain         messages, bytes and seconds of collectives, and the table of `explain`
-signature       the facts that the ranks compare, for `_consistency/mismatch`
-rewrite         a transport's collectives for JAX's, round by round
+signature       the call that the ranks compare, and its details for `_consistency/mismatch`
+rewrite         the planned program with a transport's collectives instead of JAX's
 lower           the function that `jax.jit` compiles
 """

@@ -1,8 +1,8 @@
-"""Make θ + u equal a given value q exactly, where u was made to lead from θ to q.
+"""Make θ + u equal a given value q exactly, where u is an update from θ to q.
 
-Transforms that know where the parameters are to be after a step, such as the mean over the ranks,
-return u = q - θ, and the caller computes θ + u. In floats that is rounded twice, and ranks that
-come from different θ arrive a rounding apart.
+Transforms that know the parameters after a step, such as the mean over the ranks, return u = q - θ,
+and the caller computes θ + u. In floats that is rounded twice, so ranks with different θ end a
+rounding apart.
 
 No choice of u avoids it. Let δ be the gap between floats just above 1, θ = -1 on one rank and -(1 +
 δ) on the other, and 1 < q < 2. Then u is between 2 and 4, where floats are 2δ apart, so the first
@@ -11,14 +11,14 @@ is in both sets. Where θ is large and q tiny, θ + u is a multiple of half the 
 not.
 
 So a program is edited: where it adds the u of `update_to(θ, q)` to θ, the sum is replaced by q, for
-all floats. `trace` opens the calls of inner functions first, so that the sum and the update are on
-one level. Between them u may pass through
+all floats. `trace` inlines the calls of inner functions first, so that the sum and the update are
+in the same jaxpr. Between them u may pass through
 
-- `select_n(p, 0, u)`, as of `jaxmpi.skip_nonfinite`: θ + u becomes `select_n(p, θ, q)`;
-- `cond`, as of `jaxmpi.accumulate`: θ + u is computed in the branches, in one of which it is q.
+- `select_n(p, 0, u)`, as in `jaxmpi.skip_nonfinite`: θ + u becomes `select_n(p, θ, q)`;
+- `cond`, as in `jaxmpi.accumulate`: θ + u is computed in the branches, in one of which it is q.
 
-Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is the float that leads to q
-if there is one, and leads next to it if not.
+Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is a float with θ + u = q if
+there is one; if not, θ + u is a float next to q.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ __all__ = ["apply_exactly", "has_updates", "is_update", "update_to"]
 
 @jax.jit
 def _jaxmpi_update_to(x: jax.Array, to: jax.Array, known: jax.Array) -> jax.Array:
-    """Compute `update_to`; a call in the jaxpr, by whose name `apply_exactly` finds it."""
+    """Compute `update_to`. `apply_exactly` finds the call in a jaxpr by this function's name."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(
             _jaxmpi_update_to(x.real, to.real, known.real),
@@ -53,9 +53,9 @@ def _jaxmpi_update_to(x: jax.Array, to: jax.Array, known: jax.Array) -> jax.Arra
     x, to, known = x.astype(wide), to.astype(wide), known.astype(wide)
 
     def rounded(y: jax.Array) -> jax.Array:
-        # XLA may compute with short floats in float32 and leave out the roundings between; those to
-        # bits and back it keeps. `reduce_precision`, which it keeps, too, makes 0 of the smallest
-        # numbers.
+        # XLA may compute short floats in float32, and leave out the roundings between operations.
+        # It keeps a conversion to bits and back. It would keep `reduce_precision`, too, but that
+        # flushes the smallest numbers to 0.
         if wide == dtype:
             return y
         bits = lax.bitcast_convert_type(y.astype(dtype), f"uint{8 * dtype.itemsize}")
@@ -68,15 +68,16 @@ def _jaxmpi_update_to(x: jax.Array, to: jax.Array, known: jax.Array) -> jax.Arra
 
     step = saturated(rounded(to - x))
     nearest = saturated(rounded(step + (to - rounded(x + step))))
-    beside = [
+    neighbors = [
         jnp.nextafter(step.astype(dtype), jnp.asarray(end, dtype)).astype(wide)
         for end in (-jnp.inf, jnp.inf)
     ]
-    # Take the first of these with x + u = to: 1. the update that is known to lead there, 2. to - x,
-    # 3. its neighbors above and below. 4. If there is none, take to - x corrected by what the sum
-    #   misses. A later `where` wins, so the order is reversed.
+    # Choose the first of these with x + u = to:
+    #   1. the given candidate, 2. to - x, 3. the floats next to it, above and below,
+    #   4. if there is none, to - x corrected by what the sum misses.
+    # A later `where` wins, so the order is reversed.
     update = nearest
-    for candidate in (*beside, step, known):
+    for candidate in (*neighbors, step, known):
         update = jnp.where(rounded(x + candidate) == to, candidate, update)
     return update.astype(dtype)
 
@@ -85,15 +86,15 @@ NAME = _jaxmpi_update_to.__name__
 
 
 def update_to(x: ArrayLike, to: ArrayLike, known: ArrayLike | None = None) -> jax.Array:
-    """Return an update u for `optax.apply_updates` that leads from `x` to `to`.
+    """Return an update u for `optax.apply_updates` with x + u = to.
 
-    In a `jaxmpi.jit` that adds u to `x`, the sum is `to`, bit by bit. Elsewhere it is where a float
-    u exists with x + u = to.
+    In a `jaxmpi.jit` that adds u to `x`, the sum is `to`, bit by bit. Elsewhere it is that only
+    where a float u exists with x + u = to.
 
     Args:
       x: a real or complex array.
       to: an array of the same shape and dtype.
-      known: an update that may lead there, which is preferred if it does; `to - x` by default.
+      known: a candidate, which is preferred if x + known = to; `to - x` by default.
     """
     x, to = jnp.asarray(x), jnp.asarray(to)
     return _jaxmpi_update_to(x, to, to - x if known is None else jnp.asarray(known, x.dtype))
@@ -104,17 +105,18 @@ def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
 
     Loops and branches are edited, too.
 
-    The sum and the update are on one level, or u comes to the sum through `cond`s and `where`s:
-    `trace` has opened the calls of inner functions.
+    Args:
+      jaxpr: a program in which each such sum and its update are in the same jaxpr, apart from
+        `cond` and `where` between them: `trace` has inlined the calls of inner functions.
     """
     if not has_updates(jaxpr):
         return jaxpr
     inner, _ = _jaxcompat.parts(jaxpr)
-    edited = _Edited(inner)
+    edited = _EditedEquations(inner)
     for eqn in inner.eqns:
         total = edited.exact_sum(eqn) if op_of(eqn) is Op.ADD else None
         if total is not None:
-            edited.stands[eqn.outvars[0]] = total
+            edited.replacements[eqn.outvars[0]] = total
             continue
         if not is_update(eqn) and any(map(has_updates, subjaxprs(eqn))):
             eqn = eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, apply_exactly)})
@@ -124,7 +126,7 @@ def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
 
 @_jaxcompat.kept_with_jaxpr
 def has_updates(jaxpr: AnyJaxpr) -> bool:
-    """Return whether a program has an update to a given value, in its loops and calls, too."""
+    """Return whether a program, or a loop or call in it, calls `update_to`."""
     eqns = _jaxcompat.parts(jaxpr)[0].eqns
     return any(is_update(eqn) or any(map(has_updates, subjaxprs(eqn))) for eqn in eqns)
 
@@ -134,34 +136,38 @@ def is_update(eqn: JaxprEqn) -> bool:
     return eqn.params.get("name") == NAME and "jaxpr" in eqn.params
 
 
-class _Edited:
-    """The equations of a program with exact sums, as far as they have been made.
+class _EditedEquations:
+    """The equations of a program with exact sums, up to the one that is being edited.
 
     Attributes:
       eqns: the equations.
-      stands: for the result of each sum that was left out, the value in its place.
+      replacements: for the result of each sum that was left out, the value to use instead.
     """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.eqns: list[JaxprEqn] = []
-        self.stands: dict[Var, Atom] = {}
+        self.replacements: dict[Var, Atom] = {}
         self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self._index: dict[Var, int] = {}  # in `eqns`, of the equation that makes a variable
+        # for a variable, the index in `eqns` of the equation that computes it
+        self._index: dict[Var, int] = {}
 
     def append(self, eqn: JaxprEqn) -> None:
-        """Add an equation, with what stands in the place of its operands."""
+        """Add an equation, with its operands replaced."""
         for v in eqn.outvars:
             self._index[v] = len(self.eqns)
-        self.eqns.append(eqn.replace(invars=self.replaced(eqn.invars)) if self.stands else eqn)
+        self.eqns.append(
+            eqn.replace(invars=self.replaced(eqn.invars)) if self.replacements else eqn
+        )
 
     def replaced(self, atoms: Sequence[Atom]) -> list[Atom]:
-        """Return what stands in the place of each value."""
+        """Return each value, or its replacement."""
         return [
-            atom if isinstance(atom, Literal) else self.stands.get(atom, atom) for atom in atoms
+            atom if isinstance(atom, Literal) else self.replacements.get(atom, atom)
+            for atom in atoms
         ]
 
     def exact_sum(self, add: JaxprEqn) -> Atom | None:
-        """Return the value that a sum of x and an update of `update_to(x, value)` has, or None."""
+        """Return q if an equation adds x and an update of `update_to(x, q)`; else None."""
         for x, u in (add.invars, add.invars[::-1]):
             # q has the shape and dtype of x: a sum that is broadcast or promoted is another value
             if u.aval.dtype == x.aval.dtype and u.aval.shape == add.outvars[0].aval.shape:
@@ -171,7 +177,10 @@ class _Edited:
         return None
 
     def _total(self, add: JaxprEqn, x: Atom, u: Atom) -> Atom | None:
-        """Return x + u if u leads to a given value, here or through a `select_n` or a `cond`."""
+        """Return the exact x + u if u is from `update_to`, directly or by a `select_n` or `cond`.
+
+        None if it is not.
+        """
         if isinstance(x, Literal) or isinstance(u, Literal):
             return None
         u = _origin(u, self._made_by)
@@ -188,9 +197,9 @@ class _Edited:
         return None
 
     def _selected(self, add: JaxprEqn, x: Var, select: JaxprEqn) -> Atom | None:
-        """Return x + select_n(p, 0, u) as select_n(p, x, q), for u = `update_to(x, q)`."""
+        """Return x + select_n(p, 0, u) as select_n(p, x, q), for u = `update_to(x, q)`; or None."""
         predicate, *cases = select.invars
-        # x + 0 is x, but for the sign of a zero, which no rank sees
+        # x + 0 is x, up to the sign of a zero (-0.0 + 0.0 is 0.0)
         totals = [x if self._is_zero(case) else self._total(add, x, case) for case in cases]
         if any(total is None or total.aval.shape != add.outvars[0].aval.shape for total in totals):
             return None
@@ -204,16 +213,15 @@ class _Edited:
         It is None if no branch makes u an update of x.
         """
         position = self._index[u]
-        operand = next(
-            (
-                i
-                for i, v in enumerate(cond.invars)
-                if i > 0 and v.aval == x.aval and self._same(x, v)
-            ),
-            None,
-        )
+        # The branches can use x if it is an operand of the cond. Operand 0 is the predicate.
+        operand: int | None = None
+        for i, v in enumerate(cond.invars):
+            if i > 0 and v.aval == x.aval and self._same(x, v):
+                operand = i
+                break
         if operand is None:
             return None
+        # Add x + u as another output of each branch, and make it exact there.
         branches, are_exact = [], []
         for branch in self.eqns[position].params["branches"]:
             inner, _ = _jaxcompat.parts(branch)
@@ -248,14 +256,14 @@ class _Edited:
         )
 
     def _same(self, x: Var, y: Atom) -> bool:
-        """Return whether two values are one, before identities."""
+        """Return whether two variables have the same value by `_origin`."""
         return not isinstance(y, Literal) and _origin(x, self._made_by) is _origin(y, self._made_by)
 
 
 def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
-    """Return the variable whose value v has.
+    """Return the variable from which v comes by steps that keep its value.
 
-    It stands before identities, and conversions to floats of as many bits or more.
+    These are identities, and conversions to floats of as many bits or more.
     """
     while (eqn := made_by.get(v)) is not None:
         if not has(eqn, Trait.IDENTITY) and not (op_of(eqn) is Op.CONVERT and _loses_nothing(eqn)):

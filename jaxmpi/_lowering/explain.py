@@ -14,22 +14,31 @@ __all__ = ["Cost", "Speed", "cost", "table"]
 
 
 class Cost(NamedTuple):
-    """Cost of an entry each time it is carried out, on each rank."""
+    """Cost of one execution of an entry, on each rank."""
 
     messages: int  # calls of MPI, or of XLA's collective
-    sent_bytes: float  # with the best of the known algorithms
-    arrays: int = 1  # that the messages are put together from
+    sent_bytes: float  # by an algorithm that sends the fewest bytes, such as a ring
+    arrays: int = 1  # the number of arrays in these messages
 
 
 class Speed(NamedTuple):
-    """Measured speed of messages between these ranks, of one array and of many."""
+    """Measured speed of messages between these ranks.
+
+    Attributes:
+      sent_bytes: the bytes of each measured message, in ascending order.
+      seconds: the seconds that each of these took.
+      array_seconds: the additional seconds for each array of a message after the first.
+    """
 
     sent_bytes: Sequence[float]
-    seconds: Sequence[float]  # of a message of so many bytes
-    array_seconds: float = 0.0  # for each further array
+    seconds: Sequence[float]
+    array_seconds: float = 0.0
 
     def seconds_of(self, cost: Cost) -> float:
-        """Return the seconds that a cost should take, interpolated between measured messages."""
+        """Return the predicted seconds of a cost, interpolated between measured messages.
+
+        Larger messages are extrapolated from the last two measured ones.
+        """
         if not cost.messages:
             return 0.0
         size = cost.sent_bytes / cost.messages
@@ -44,11 +53,12 @@ def cost(entry: Entry, backend: Ranks) -> Cost:
     call, arrays = entry.call, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     if not backend.transport.connects(call):
         call, arrays = of_all(call, arrays, backend.place.size)
+    # Bytes to send per byte of the operand [s], or of [n, s], on n ranks.
     size = call.count(backend.place.size)
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(
         call.kind, (size - 1) / size
     )
-    # mpi packs, splits and widens as its transport needs
+    # The transport packs, splits and widens arrays as it needs.
     sent = backend.transport.messages(call, arrays)
     return Cost(max(len(sent), entry.started), share * sum(sent), len(arrays))
 

@@ -1,16 +1,17 @@
 """Loops that communicate: with one predicate for all lanes of a `vmap`, and in one order.
 
-**Lanes.** `vmap` gives a `while_loop` a predicate with a value for each lane. JAX keeps the state
-of the lanes that are done when it lowers the loop, but not where the condition has ordered effects,
-as messages are (jax 0.10 to 0.12). So the loop is written out with a scalar predicate
-(`with_scalar_predicate`) before it gets there, which the order needs, too.
+**Lanes.** `vmap` gives a `while_loop` a predicate with a value for each lane. When JAX lowers such
+a loop, it freezes the state of the lanes that are done; but not where the condition has ordered
+effects, as messages are (jax 0.10 to 0.12). So `with_scalar_predicate` rewrites the loop with a
+scalar predicate before JAX lowers it. `in_order` needs a scalar predicate, too.
 
 **Order.** XLA's executor for CPUs starts a collective once the loop before it has started, whether
-that has sent its messages or not, unless it reads what the loop computes (jaxlib 0.10 to 0.12:
-collectives are ordered by "scheduling edges", and a loop that waits for its own kernels counts as
-scheduled). Which of the two sends first is then a matter of time, on each rank for itself. gloo
-tells messages apart by their order, and waits for ever or takes one for the other. So a loop reads
-a number of the collectives before it, and hands one on to those after it (`Order`).
+that loop has sent its messages or not, unless the collective reads what the loop computes (jaxlib
+0.10 to 0.12: collectives are ordered by "scheduling edges", and a loop that waits for its kernels
+counts as scheduled). Then a race on each rank decides which of the two sends first. gloo tells
+messages apart by their order alone: it would hang, or confuse one message with the other. So a loop
+reads a token that is computed from the results of the collectives before it, and returns one for
+the collectives after it (`Order`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,52 +48,63 @@ def batched_predicate(eqn: JaxprEqn) -> bool:
 
 
 def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) -> list[jax.Array]:
-    """Carry out a while_loop of these parameters until all lanes are done.
+    """Carry out a while_loop with a predicate for each lane until all lanes are done.
 
     A lane that is done keeps its state.
+
+    Args:
+      params: the parameters of the `while` equation.
+      xs: its operands: constants of the condition, constants of the body, and the state.
     """
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, state = (
-        xs[:of_cond],
-        xs[of_cond : of_cond + of_body],
-        xs[of_cond + of_body :],
+        xs[:n_cond],
+        xs[n_cond : n_cond + n_body],
+        xs[n_cond + n_body :],
     )
     cond, body = (
         _jaxcompat.as_function(params["cond_jaxpr"]),
         _jaxcompat.as_function(params["body_jaxpr"]),
     )
 
-    def turn(carry: Carry) -> Carry:
-        (on,), before = carry
-        after = [_where(on, y, x) for x, y in zip(before, body(*body_consts, *before), strict=True)]
+    def body_of_active_lanes(carry: Carry) -> Carry:
+        (is_active,), before = carry
+        after = [
+            _where(is_active, y, x)
+            for x, y in zip(before, body(*body_consts, *before), strict=True)
+        ]
         return cond(*cond_consts, *after), after
 
     _, outs = lax.while_loop(
-        lambda carry: jnp.any(carry[0][0]), turn, (cond(*cond_consts, *state), list(state))
+        lambda carry: jnp.any(carry[0][0]),
+        body_of_active_lanes,
+        (cond(*cond_consts, *state), list(state)),
     )
     return outs
 
 
-def _where(on: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` in the lanes that are on, else `y`; the lanes are the first axes."""
-    return lax.select(lax.broadcast_in_dim(on, x.shape, tuple(range(on.ndim))), x, y)
+def _where(is_active: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return `x` in the active lanes, and `y` in the others; the lanes are the first axes."""
+    lanes = tuple(range(is_active.ndim))
+    return lax.select(lax.broadcast_in_dim(is_active, x.shape, lanes), x, y)
 
 
 # Order
 
 
-# of a jaxpr, a token and arguments: a token that is ready after it
+# evaluate(jaxpr, token, *args) -> (a token that is ready after it, outputs)
 Evaluate = Callable[..., tuple[jax.Array, list[ArrayLike]]]
 
 
 class Order:
-    """State of the order of one jaxpr: the messages sent so far.
+    """Keeps the collectives and loops of one jaxpr in order, while it is traced.
 
-    Its token is an int32 of any value, computed from what was received.
+    Collectives without a loop between them need nothing for that. A token is an int32 of any value,
+    computed from what was received.
     """
 
     def __init__(self, token: jax.Array | None = None) -> None:
-        """`token` is that of the loop whose part the jaxpr is."""
+        """Begin with the token of the loop that the jaxpr is inside of; None at the top."""
         self._token = token
         self._received: list[jax.Array] = []  # since the last loop
 
@@ -107,7 +119,11 @@ class Order:
     def through(
         self, loop: Callable[[jax.Array], tuple[jax.Array, list[ArrayLike]]]
     ) -> list[ArrayLike]:
-        """Return the outputs of a loop, which gets a token and returns one."""
+        """Return the outputs of a loop.
+
+        Args:
+          loop: takes the token of all before it; returns the token of all so far, and its outputs.
+        """
         self._token, outs = loop(self.token)
         self._received = []
         return outs
@@ -121,7 +137,17 @@ class Order:
 def in_order(
     eqn: JaxprEqn, xs: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
 ) -> tuple[jax.Array, list[ArrayLike]]:
-    """Carry out a loop that communicates, with a token in its state."""
+    """Carry out a loop or a branch that communicates, with a token in its state.
+
+    Args:
+      eqn: the `scan`, `while` or `cond`.
+      xs: its operands.
+      token: what its first message waits for.
+      evaluate: evaluates a jaxpr of it behind a token.
+
+    Returns:
+      A token that is ready after its last message, and its outputs.
+    """
     with _jaxcompat.at_source(eqn):
         return _IN_ORDER[op_of(eqn)](eqn, xs, token, evaluate)
 
@@ -129,43 +155,44 @@ def in_order(
 def _scan(
     eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
 ) -> tuple[jax.Array, list[ArrayLike]]:
-    of_consts, of_carry = _jaxcompat.scan_counts(eqn)
+    n_consts, n_carry = _jaxcompat.scan_counts(eqn)
     consts, carry, xs = (
-        args[:of_consts],
-        args[of_consts : of_consts + of_carry],
-        args[of_consts + of_carry :],
+        args[:n_consts],
+        args[n_consts : n_consts + n_carry],
+        args[n_consts + n_carry :],
     )
 
-    def turn(
+    def body(
         before: list[jax.Array], x: list[jax.Array]
     ) -> tuple[list[ArrayLike], list[ArrayLike]]:
         token, outs = evaluate(eqn.params["jaxpr"], before[0], *consts, *before[1:], *x)
-        return [token, *outs[:of_carry]], outs[of_carry:]
+        return [token, *outs[:n_carry]], outs[n_carry:]
 
     settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    (token, *after), ys = lax.scan(turn, [token, *carry], list(xs), **settings)
+    (token, *after), ys = lax.scan(body, [token, *carry], list(xs), **settings)
     return token, [*after, *ys]
 
 
 def _while(
     eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
 ) -> tuple[jax.Array, list[ArrayLike]]:
-    of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = (
-        args[:of_cond],
-        args[of_cond : of_cond + of_body],
-        args[of_cond + of_body :],
+        args[:n_cond],
+        args[n_cond : n_cond + n_body],
+        args[n_cond + n_body :],
     )
 
-    def on(carry: list[jax.Array]) -> ArrayLike:
+    def predicate(carry: list[jax.Array]) -> ArrayLike:
         return evaluate(eqn.params["cond_jaxpr"], carry[0], *cond_consts, *carry[1:])[1][0]
 
-    def turn(carry: list[jax.Array]) -> list[ArrayLike]:
+    def body(carry: list[jax.Array]) -> list[ArrayLike]:
         token, outs = evaluate(eqn.params["body_jaxpr"], carry[0], *body_consts, *carry[1:])
-        # or XLA would see that a body that sends nothing leaves it as it is
+        # A body that sends nothing returns the token as it is. XLA would see that and take the
+        # token out of the loop, so change it.
         return [token + 1, *outs]
 
-    token, *outs = lax.while_loop(on, turn, [token, *state])
+    token, *outs = lax.while_loop(predicate, body, [token, *state])
     return token, outs
 
 

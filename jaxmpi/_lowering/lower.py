@@ -1,9 +1,9 @@
-"""From a traced function to what `jax.jit` compiles, for each of the ways to run.
+"""Lower a traced program to the function that `jax.jit` compiles, for each backend.
 
 | backend | the program becomes |
 |---|---|
 | single | itself: collectives over one rank are the identity |
-| mpi | FFI calls of the native extension or of mpi4jax, which tokens in its module keep in order |
+| mpi | FFI calls of the native extension or of mpi4jax, kept in order by tokens in its module |
 | xla | a `shard_map` over one device a rank, with XLA's collectives |
 | simulate | a `vmap` over the ranks, with JAX's reductions in one process |
 """
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["build"]
 
-Flat = Callable[..., list[ArrayLike]]  # of arrays, to arrays
-Finish = Callable[[list[ArrayLike]], list[ArrayLike | PerRank]]
-Lowered: TypeAlias = tuple[Flat, Finish]
+FlatFunction = Callable[..., list[ArrayLike]]  # from arrays to arrays
+Finish = Callable[[list[ArrayLike]], list[ArrayLike | PerRank]]  # applied to its outputs
+Lowered: TypeAlias = tuple[FlatFunction, Finish]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -52,29 +52,33 @@ def build(
     entries: Sequence[Entry],
     fingerprint: int,
     *,
-    hide: bool,
+    hide_effects: bool,
 ) -> Lowered:
-    """Make a traced program one of `backend`.
+    """Lower a traced program for a backend.
 
     Args:
       jaxpr: of `trace.trace`.
       plan: of the program, if it was planned for these ranks.
       backend: the ranks.
-      stacked: for simulated ranks, which of the arguments each rank has its own of.
+      stacked: for simulated ranks, which arguments are per-rank, with a leading axis `[size]`.
       entries: the collectives of the plan.
-      fingerprint: what the ranks compare, where the transport does; 0 where there is nothing to.
-      hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call
-        of a jitted function through Python, at tens of microseconds for each array; but inside of
-        another function it is what keeps the order.
+      fingerprint: of the program's signature; 0 where there is nothing to compare.
+      hide_effects: for MPI, whether to hide the effects of the messages from JAX. JAX dispatches
+        every call of a function with effects through Python, at tens of microseconds for each
+        array. But inside of another traced function, the effects are what keeps the messages of
+        several programs in order, and a program that is differentiated must keep them, too.
 
     Returns:
-      The program, and what is done to its outputs.
+      A function from arrays to arrays, and a function to apply to its outputs, such as `PerRank`.
     """
-    return backend.lower(_Ways(jaxpr, plan, stacked, entries, fingerprint, hide))
+    return backend.lower(_ProgramLowering(jaxpr, plan, stacked, entries, fingerprint, hide_effects))
 
 
-class _Ways(Lowering[Lowered]):
-    """The ways to make one traced program one of a transport; the fields are those of `build`."""
+class _ProgramLowering(Lowering[Lowered]):
+    """Lowers one traced program, in the way that a transport asks for.
+
+    The arguments are those of `build`.
+    """
 
     def __init__(
         self,
@@ -83,10 +87,11 @@ class _Ways(Lowering[Lowered]):
         stacked: Sequence[bool],
         entries: Sequence[Entry],
         fingerprint: int,
-        hide: bool,
+        hide_effects: bool,
     ) -> None:
         self._jaxpr, self._plan, self._stacked = jaxpr, plan, stacked
-        self._entries, self._fingerprint, self._hide = entries, fingerprint, hide
+        self._entries, self._fingerprint = entries, fingerprint
+        self._hide_effects = hide_effects
 
     def as_it_is(self, target: Target) -> Lowered:
         """Return the program of one rank, whose collectives are `target.run`."""
@@ -94,11 +99,12 @@ class _Ways(Lowering[Lowered]):
 
     def stacked(self, target: Target) -> Lowered:
         """Return a `vmap` over stacked arrays, whose outputs are stacked where they may differ."""
-        differ = may_vary(self._jaxpr, self._stacked)
+        differs = may_vary(self._jaxpr, self._stacked)
         program = _jaxcompat.as_function(rewrite(self._plan_for(target), target))
-        axes = tuple(0 if own else None for own in self._stacked)
+        axes = tuple(0 if per_rank else None for per_rank in self._stacked)
         mapped = jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=target.size)
-        return mapped, partial(_marked, [own and target.size > 1 for own in differ])
+        per_rank_outputs = [each and target.size > 1 for each in differs]
+        return mapped, partial(_as_per_rank, per_rank_outputs)
 
     def on_mesh(self, target: Target, mesh: Mesh) -> Lowered:
         """Return a `shard_map` of the program; one without a collective runs on each device."""
@@ -127,49 +133,58 @@ class _Ways(Lowering[Lowered]):
         return rewrite(self._plan_for(target), target)
 
     def _plan_for(self, target: Target) -> Plan:
+        """Return the plan of the program, which is made here if `build` got none."""
         if self._plan is None:
             self._plan = plan_of(self._jaxpr, target.size, combine=target.combine)
         return self._plan
 
     def _numbered(self, target: Target) -> Target:
-        """Return operations whose messages know their program, and their index in it."""
-        places = itertools.count(1)
+        """Return operations whose messages have the program's fingerprint and their index in it."""
+        indices = itertools.count(1)
 
-        def known(
+        def numbered(
             f: Callable[Concatenate[Collective, P], T],
         ) -> Callable[Concatenate[Collective, P], T]:
-            def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
-                place = next(places)
-                return f(call._replace(fingerprint=self._fingerprint, place=place), *rest, **named)
+            def call_numbered(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
+                index = next(indices)
+                return f(call._replace(fingerprint=self._fingerprint, place=index), *rest, **named)
 
-            return sent
+            return call_numbered
 
-        # what is differentiated yet cannot be started: a start has no derivative
-        overlap = target.overlap if self._hide else None
+        # A start has no derivative, so a program that is differentiated later starts no message.
+        overlap = target.overlap if self._hide_effects else None
         if overlap is not None:
             start, send_ahead, take = overlap.start, overlap.send_ahead, overlap.take
             overlap = overlap._replace(
-                start=known(start),
-                send_ahead=send_ahead and known(send_ahead),
-                take=take and known(take),
+                start=numbered(start),
+                send_ahead=send_ahead and numbered(send_ahead),
+                take=take and numbered(take),
             )
-        return target._replace(run=known(target.run), overlap=overlap)
+        return target._replace(run=numbered(target.run), overlap=overlap)
 
     def _comparison(self, transport: Transport) -> Callable[[], None] | None:
-        """Return what must compare the program at its start; None where nothing must."""
+        """Return a function that compares the fingerprint at the program's start.
+
+        None where no such message is needed: there is nothing to compare, or the transport compares
+        the program in another way.
+        """
         if not self._fingerprint:
             return None
         calls = [entry.call for entry in self._entries]
+        # the first message, if it is carried out in every run
         first = calls[0] if self._entries and self._entries[0].times else None
         return transport.compare(self._fingerprint, first, calls)
 
-    def _with_effects(self, program: ClosedJaxpr, of_transport: frozenset[Hashable]) -> Flat:
-        """Return the program as a function, with the effects of its messages inside if they may."""
-        effects = set(_jaxcompat.parts(program)[0].effects)
-        # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a
-        # program from being dropped.
-        others = effects - set(of_transport) or not _jaxcompat.parts(program)[0].outvars
-        if not self._hide or not effects or others:
+    def _with_effects(
+        self, program: ClosedJaxpr, of_transport: frozenset[Hashable]
+    ) -> FlatFunction:
+        """Return the program as a function, with the effects of its messages hidden if possible."""
+        inner, _ = _jaxcompat.parts(program)
+        effects = set(inner.effects)
+        # JAX must see the effects of callbacks. And it drops a program that has neither outputs nor
+        # effects.
+        must_be_seen = effects - set(of_transport) or not inner.outvars
+        if not self._hide_effects or not effects or must_be_seen:
             return _jaxcompat.as_function(program)
         if not _jaxcompat.can_hide_effects():
             warnings.warn(
@@ -183,21 +198,24 @@ class _Ways(Lowering[Lowered]):
 
 
 def _behind(program: ClosedJaxpr, compare: Callable[[], None], size: int) -> ClosedJaxpr:
-    """Return the program behind a comparison of its fingerprint."""
+    """Return a program that compares its fingerprint, and then does what `program` does."""
 
-    def whole(*xs: jax.Array) -> list[ArrayLike]:
+    def compare_and_run(*xs: jax.Array) -> list[ArrayLike]:
         compare()
         return _jaxcompat.as_function(program)(*xs)
 
-    return make_jaxpr(whole, size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
+    return make_jaxpr(compare_and_run, size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
 
 
-def _marked(differ: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:
-    """Return a `PerRank` where the ranks have values of their own, and one array elsewhere."""
-    return [PerRank(out) if own else out[0] for own, out in zip(differ, outs, strict=True)]
+def _as_per_rank(per_rank: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:
+    """Return stacked outputs as `PerRank` where they may differ, and as one rank's elsewhere."""
+    return [
+        PerRank(out) if differs else out[0] for differs, out in zip(per_rank, outs, strict=True)
+    ]
 
 
-# a whole program as one primitive without effects
+# A whole program as one primitive, which has no effects for JAX. Its lowering rule creates the
+# tokens that keep its messages in order.
 
 program_p = Primitive("jaxmpi_program")
 program_p.multiple_results = True
@@ -222,6 +240,6 @@ def _lower(
 
 
 program_p.def_abstract_eval(_abstract)
-# under jax.disable_jit
+# `jax.disable_jit` runs it equation by equation.
 program_p.def_impl(lambda *xs, program: _jaxcompat.as_function(program.jaxpr)(*xs))
 mlir.register_lowering(program_p, _lower)

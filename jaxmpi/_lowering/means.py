@@ -1,10 +1,16 @@
-"""Means as one collective: of short floats everywhere, of all floats where the transport divides.
+"""Fuse a sum, its division by the number of ranks and its conversions into one collective "mean".
 
-In a traced program, a mean is a sum and a division. The sum of float16 may be infinite where the
-mean is not: taken together, they are computed in float32 and rounded once. And each of them reads
-and writes all of the memory again, as do the conversions that stand around a mean of bfloat16: a
-transport that sums bfloat16 in float32, and divides what it has just summed, does the same while it
-is in the cache.
+In a traced program, the mean of bfloat16 is four equations:
+
+    before: x32 = convert(x)    sum: s = psum(x32)    division: m = s / n    after: y = convert(m)
+
+Fusing them has two reasons:
+
+- Range. The sum of float16 may be infinite where the mean is not. Fused, both are computed in
+  float32 and rounded once. So the division of short floats (16 bits) is fused on all transports.
+- Speed. Each equation reads and writes all of the memory again. A transport that sums bfloat16 in
+  float32, and divides what it has just summed, does all four while the data is in the cache. So
+  all four are fused, for all floats, where the transport divides.
 """
 
 from collections import Counter
@@ -27,79 +33,93 @@ SHORT = (jnp.bfloat16, jnp.float16)
 J = TypeVar("J", bound=AnyJaxpr)
 
 
-def fuse_means(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
-    """Return a program with the same results, in which a sum's "op" may be "mean".
+def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
+    """Return a program with the same results, in which psum and reduce_scatter have an "op".
 
-    The division by `size`, and conversions around it, are then part of the collective.
+    It is "mean" where the division by the number of ranks is part of the collective, else "sum".
+    Loops and branches are edited, too. JAX cannot differentiate the result.
 
     Args:
       jaxpr: of `trace.trace`.
       size: the number of ranks.
-      fuses_mean: whether the transport divides, and takes any float; otherwise only short ones are
-        taken in.
+      transport_divides: whether the transport computes means of all floats; otherwise only means of
+        short floats are fused.
     """
-    open_jaxpr = _jaxcompat.parts(jaxpr)[0]
-    around = _Around(open_jaxpr, size, fuses_mean)
-    what, known = kinds(jaxpr), constant_sums(jaxpr)
+    inner, _ = _jaxcompat.parts(jaxpr)
+    fusion = _MeanFusion(inner, size, transport_divides)
+    about_ranks, not_sent = kinds(jaxpr), constant_sums(jaxpr)
+
+    def fuse_inside(inside: AnyJaxpr) -> AnyJaxpr:
+        return fuse_means(inside, size, transport_divides=transport_divides)
+
     eqns: list[JaxprEqn] = []
-    for eqn in open_jaxpr.eqns:
-        if what.get(id(eqn)) == "loop":
-            inside = map_subjaxprs(
-                eqn, lambda inner: fuse_means(inner, size, fuses_mean=fuses_mean)
-            )
-            eqns.append(eqn.replace(params={**eqn.params, **inside}))
-        elif (
-            what.get(id(eqn)) == "collective"
-            and reduction_of(eqn) == "sum"
-            and id(eqn) not in known
-        ):
-            eqns.append(around.take_in(eqn))
-        elif id(eqn) not in around.taken:
+    for eqn in inner.eqns:
+        kind = about_ranks.get(id(eqn))
+        is_sum = kind == "collective" and reduction_of(eqn) == "sum"
+        if kind == "loop":
+            eqns.append(eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, fuse_inside)}))
+        elif is_sum and id(eqn) not in not_sent:
+            eqns.append(fusion.fused_sum(eqn))
+        elif id(eqn) not in fusion.removed:
             eqns.append(eqn)
     return _jaxcompat.with_equations(jaxpr, eqns)
 
 
-class _Around:
-    """Conversions before and after each sum of a program, and its division."""
+class _MeanFusion:
+    """Fuses sums of one jaxpr with the division and the conversions around them.
 
-    def __init__(self, jaxpr: Jaxpr, size: int, fuses_mean: bool) -> None:
-        used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
-        self._uses = Counter(
-            [v for v, _ in used] + [v for v in jaxpr.outvars if not isinstance(v, Literal)]
-        )
-        self._user = dict(used)
-        self._source = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self._size, self._divides = size, fuses_mean
-        self.taken: set[int] = set()  # the equations, by id, that are part of a sum now
+    Attributes:
+      removed: the ids of equations that are now part of a sum.
+    """
 
-    def take_in(self, eqn: JaxprEqn) -> JaxprEqn:
+    def __init__(self, jaxpr: Jaxpr, size: int, transport_divides: bool) -> None:
+        self._uses: Counter[Var] = Counter()  # how often a value is an operand or a result
+        self._user: dict[Var, JaxprEqn] = {}  # the last equation that uses a value
+        self._source: dict[Var, JaxprEqn] = {}  # the equation that computes a value
+        for eqn in jaxpr.eqns:
+            self._source.update(dict.fromkeys(eqn.outvars, eqn))
+            for v in eqn.invars:
+                if not isinstance(v, Literal):
+                    self._uses[v] += 1
+                    self._user[v] = eqn
+        self._uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+        self._size, self._transport_divides = size, transport_divides
+        self.removed: set[int] = set()
+
+    def fused_sum(self, eqn: JaxprEqn) -> JaxprEqn:
         """Return a sum that includes the division and the conversions around it, if any."""
         x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
         groups = eqn.params.get("axis_index_groups")
         size = len(groups[0]) if groups else self._size
-        then = self._only_user(y)
-        if then is not None and (self._divides or _is_short(y)) and _divides(then, y, size):
-            self.taken.add(id(then))
-            y, op = then.outvars[0], "mean"
-            then = self._only_user(y)
-        if not self._divides:
+        # the division
+        after = self._only_user(y)
+        may_fuse = self._transport_divides or _is_short(y)
+        if after is not None and may_fuse and _divides(after, y, size):
+            self.removed.add(id(after))
+            y, op = after.outvars[0], "mean"
+            after = self._only_user(y)
+        if not self._transport_divides:
             return eqn.replace(outvars=[y], params={**eqn.params, "op": op})
+        # The conversions, if they are a pair. The first one stays where other equations use its
+        # result; if none does, it is not needed any more.
         before = None if isinstance(x, Literal) else self._source.get(x)
         if (
-            then is not None
+            after is not None
             and before is not None
             and _widens(before)
-            and _converts(then, before.invars[0].aval.dtype)
+            and _converts(after, before.invars[0].aval.dtype)
         ):
-            self.taken.add(id(then))
-            x, y = before.invars[0], then.outvars[0]
+            self.removed.add(id(after))
+            x, y = before.invars[0], after.outvars[0]
         return eqn.replace(invars=[x], outvars=[y], params={**eqn.params, "op": op})
 
     def _only_user(self, y: Var) -> JaxprEqn | None:
+        """Return the equation that uses a value, if that is the value's only use."""
         return self._user.get(y) if self._uses[y] == 1 else None
 
 
 def _is_short(y: Var) -> bool:
+    """Return whether a value is a float of less than 32 bits."""
     return jnp.issubdtype(y.aval.dtype, jnp.floating) and jnp.finfo(y.aval.dtype).bits < 32
 
 
@@ -123,4 +143,5 @@ def _widens(eqn: JaxprEqn) -> bool:
 
 
 def _converts(eqn: JaxprEqn, dtype: np.dtype) -> bool:
+    """Return whether an equation converts to a dtype."""
     return op_of(eqn) is Op.CONVERT and eqn.outvars[0].aval.dtype == dtype

@@ -60,7 +60,7 @@ class CoalescedCall(NamedTuple):
 
     call: Collective
     eqns: list[JaxprEqn]
-    translations: list[Translation]  # of each equation
+    translations: list[Translation]  # for each equation
 
     def operands(self) -> list[ShapedArray | jax.ShapeDtypeStruct]:
         """Return shape and dtype of the operand of each equation, as it is sent."""
@@ -248,7 +248,7 @@ class Messages(NamedTuple):
 
 
 class Consumers(IntEnum):
-    """Consumers of a value: only the results, equations that place its numbers, or any others."""
+    """Consumers of a value: only the results, also equations that place its numbers, or others."""
 
     NONE = 0
     PLACE_NUMBERS = 1
@@ -301,7 +301,7 @@ def messages_of(
     at_once = [call for call in calls if not any(call is other for other in can_start)]
     takes_time = [i for i, eqn in enumerate(local) if _takes_time(eqn)]
     busy_until = max(takes_time, default=len(local))
-    # What no bucket needs is kept between the last start and the first wait.
+    # Keep the computation that no bucket needs between the last start and the first wait.
     overlapped = _overlapped(local, started, consumers, overlap)
     return Messages(started, busy_until, at_once, overlapped.values, _after_start(overlapped))
 
@@ -358,6 +358,7 @@ def _ready_after(local: Iterable[JaxprEqn]) -> dict[Var, int]:
 
 
 def _takes_time(eqn: JaxprEqn) -> bool:
+    """Return whether an equation takes as long as a message: a product, convolution or loop."""
     return has(eqn, Trait.TAKES_TIME) or any(map(_takes_time_inside, subjaxprs(eqn)))
 
 

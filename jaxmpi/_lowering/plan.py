@@ -133,7 +133,7 @@ def _levels(
     eqns: Iterable[JaxprEqn], is_sent: Callable[[JaxprEqn], bool]
 ) -> list[tuple[list[JaxprEqn], list[JaxprEqn]]]:
     """Return, for each level, its local equations and those that communicate."""
-    level_of: dict[Var, int] = {}  # of a value
+    level_of: dict[Var, int] = {}
     local: dict[int, list[JaxprEqn]] = defaultdict(list)
     remote: dict[int, list[JaxprEqn]] = defaultdict(list)
     last_effect = 0

@@ -54,8 +54,9 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
     """Raise an error if an equation of kind "collective" cannot be carried out on `size` ranks.
 
     Raises:
-      NotImplementedError: it has an axis that is counted from the end.
-      TypeError: it would reduce keys or booleans, or is of a dtype that cannot hold what it gives.
+      NotImplementedError: it has a negative axis.
+      TypeError: it is of a dtype that it cannot carry, as in `refuse_dtype`; or a ppermute would
+        give zero to some ranks, and its dtype has no zero.
       ValueError: the pairs of a ppermute are no permutation of some ranks.
     """
     params, where = eqn.params, partial(_where, eqn)
@@ -73,7 +74,11 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
 
 
 def refuse_dtype(eqn: JaxprEqn) -> None:
-    """Raise a TypeError if a collective, or a broadcast, is of a dtype that it cannot carry."""
+    """Raise a TypeError if a collective or a broadcast is of a dtype that it cannot carry.
+
+    No collective carries float0; no reduction carries PRNG keys; no reduce_scatter carries
+    booleans.
+    """
     _refuse_dtype(partial(_where, eqn), eqn.primitive.name, eqn.invars[0].aval.dtype)
 
 
@@ -87,7 +92,7 @@ def refuse_names(eqn: JaxprEqn, names: Sequence[str], axes: Mapping[str, int]) -
 
     Raises:
       NameError: an axis that `init` was not given.
-      ValueError: the same axis twice, or AXIS beside one of its parts.
+      ValueError: the same axis twice, or AXIS together with another axis, which is within it.
     """
     if unknown := [name for name in names if name not in axes]:
         raise NameError(
@@ -102,6 +107,7 @@ def refuse_names(eqn: JaxprEqn, names: Sequence[str], axes: Mapping[str, int]) -
 
 
 def _known(axes: Mapping[str, int]) -> str:
+    """Return the names of the axes as a sentence."""
     return (
         f"the axes of the ranks are {', '.join(map(repr, axes))}"
         if len(axes) > 1
@@ -110,6 +116,7 @@ def _known(axes: Mapping[str, int]) -> str:
 
 
 def _others(axes: Mapping[str, int]) -> str:
+    """Return the axes apart from AXIS as an end of a sentence; "" if there are none."""
     names = [repr(name) for name in axes if name != AXIS]
     return f", or one of {', '.join(names)} of jaxmpi.init" if names else ""
 
@@ -128,8 +135,8 @@ def refuse_groups(eqn: JaxprEqn, groups: Sequence[Sequence[int]], size: int) -> 
 def _refuse_axes(where: Callable[[], str], params: Mapping[str, object]) -> None:
     """Raise a NotImplementedError for a negative axis.
 
-    JAX 0.10 to 0.12 takes it for another axis, under `vmap` without an error; later versions count
-    it from 0 themselves.
+    JAX 0.10 to 0.12 confuses it with another axis, under `vmap` without an error; later versions
+    convert it to a positive axis themselves.
     """
     for parameter in AXES:
         axis = params.get(parameter)
@@ -173,7 +180,7 @@ def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
 
 
 class Refusals(Limits):
-    """Checks of a traced program, each a NotImplementedError with a source line."""
+    """Checks of a traced program: each raises a NotImplementedError with a source line."""
 
     def __init__(self, jaxpr: AnyJaxpr, backend: str) -> None:
         self._jaxpr, self._backend = jaxpr, backend
@@ -189,8 +196,8 @@ class Refusals(Limits):
     def no_references_in_branches(self) -> None:
         """Refuse a branch that uses a reference."""
         for eqn in equations(self._jaxpr):
-            takes_one = any(_jaxcompat.is_reference(v.aval) for v in eqn.invars)
-            if takes_one and op_of(eqn) is Op.COND:
+            has_reference = any(_jaxcompat.is_reference(v.aval) for v in eqn.invars)
+            if has_reference and op_of(eqn) is Op.COND:
                 self._refuse_reference("A branch uses a reference", eqn)
 
     def _refuse_reference(self, what: str, eqn: JaxprEqn) -> None:
@@ -211,7 +218,7 @@ class Refusals(Limits):
 
 
 def refuse_meshes(jaxpr: AnyJaxpr) -> None:
-    """Raise a NotImplementedError if a program maps over devices of its own."""
+    """Raise a NotImplementedError if a program contains a pmap or shard_map."""
     for eqn in equations(jaxpr):
         if op_of(eqn) is Op.MESH:
             raise NotImplementedError(
@@ -252,9 +259,17 @@ def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[.
 def _explain(
     error: Exception, where: str, name: str, params: Mapping[str, object], axes: Mapping[str, int]
 ) -> None:
-    """Raise an error that says what to do, if JAX's own error does not."""
-    # which reads the letters of the name as names
+    """Raise an error with what to do about a collective, where JAX's error does not say it.
+
+    Args:
+      error: JAX's.
+      where: the collective and its line.
+      name: of the collective.
+      params: its arguments.
+      axes: the axes that are bound.
+    """
     known = properties_of_function(name)
+    # A NameError of pbroadcast is none of the user's: JAX reads each letter of the axis as a name.
     if isinstance(error, NameError) and known.op is not Op.BROADCAST:
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]
         raise NameError(
@@ -263,14 +278,14 @@ def _explain(
         ) from error
     try:
         _refuse_axes(lambda: where, params)
-        # pmean divides keys and float0 while it is traced
+        # pmean divides its operand at tracing, where keys and float0 raise an error of JAX.
         for x in jax.tree.leaves(params.get("x")):
             if hasattr(x, "dtype"):
                 _refuse_dtype(lambda: where, name, x.dtype)
     except (NotImplementedError, TypeError) as refusal:
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
-        # not JAX's types
+        # The text of an AssertionError of JAX shows its internal types, which tell users nothing.
         reason = (
             f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""
         )

@@ -1,4 +1,13 @@
-"""Signature of a program: the facts that the ranks compare, and show if they differ."""
+"""Signature of a program: what the ranks compare, and what they show if it differs.
+
+The ranks compare a fingerprint, 62 bits of a text:
+
+    text = function, collectives in order, control equations, parameters of jaxmpi's functions
+
+Where all ranks must run the same compiled module (xla), its digest is added (`lowered_to`). The
+fingerprint goes to `_consistency/compare`, or into each message. If fingerprints differ, the ranks
+exchange `details`, of which `_consistency/mismatch` makes the error.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,94 +27,97 @@ __all__ = ["Signature"]
 
 
 class Signature:
-    """Collectives of a program in order, parameters of jaxmpi's functions, and control equations.
-
-    Where all ranks must run the same module, `lowered_to` adds all of it.
+    """Fingerprint of a program, and its lines for the error if fingerprints differ.
 
     Attributes:
-      statement: for the comparison; None where the ranks have nothing to agree on.
+      compared_call: the `Call`, title and fingerprint, that the ranks compare. None for a program
+        without collectives and control equations: ranks may run it at any time, or one alone.
     """
 
     def __init__(
         self,
         title: str,
         entries: Sequence[Entry],
-        decides: Sequence[Line],
+        control: Sequence[Line],
         *,
         parameters: Sequence[tuple[str, str]],
         arguments: Sequence[str],
         weak: Sequence[bool],
         calls: EagerCalls | None = None,
     ) -> None:
-        """Make the text that the ranks compare.
+        """Compute the fingerprint.
 
         Args:
           title: of the program.
           entries: of `plan.entries_of`.
-          decides: of `control_slice`, and the arrays that the function holds where they must be
+          control: of `control_slice`, and the arrays captured by the function where they must be
             equal.
-          parameters: of `text.parameters`.
-          arguments: in words, for an error only.
-          weak: which of them are of weak type, as numbers of Python are.
-          calls: of a function of ours, the eager calls that may run this program, the last of which
-            has it traced.
+          parameters: of `text.parameters`, each with its source line.
+          arguments: each array argument as text; these are shown in an error, but not compared.
+          weak: which arguments are of weak type, as Python numbers are; also for an error only.
+          calls: the eager calls that may run this program, if the function is one of jaxmpi; the
+            last of these traces it.
         """
-        self._title, self._decides = title, decides
-        self._entries, self._parameters, self._taken = entries, parameters, arguments
-        self._typed = [
+        self._title, self._entries, self._control = title, entries, control
+        self._parameters, self._arguments = parameters, arguments
+        self._typed_arguments = [
             f"{text}, of weak type" if is_weak else text
             for text, is_weak in zip(arguments, weak, strict=True)
         ]
         self._calls, self._traced_at = calls, calls.line() if calls else ""
-        self._called = [text for entry in entries for text in entry.params]
-        self._order = [
-            f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order"
-            for entry in entries
-        ]
-        # and its module, where they are compared
-        self._program: tuple[Lowered, AnyJaxpr] | None = None
-        text = [repr(entry._replace(source=())) for entry in entries] + [
-            line.text for line in decides
-        ]
-        if text:  # the function's name, too: other functions may send the same
-            text = [title, *text, *(what for what, _ in parameters)]
-        self.statement = Call.of(title, "\n".join(text)) if text else None
+        # the module and the traced program, where the ranks compare them
+        self._module: tuple[Lowered, AnyJaxpr] | None = None
+        # Source lines may differ between the ranks.
+        lines = [repr(entry._replace(source=())) for entry in entries]
+        lines += [line.text for line in control]
+        self.compared_call: Call | None = None
+        if lines:
+            # The title counts, too, because other functions may send the same.
+            lines = [title, *lines, *(text for text, _ in parameters)]
+            self.compared_call = Call.of(title, "\n".join(lines))
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the statement; 0 if there is none."""
-        return self.statement.fingerprint if self.statement else 0
+        """Fingerprint of `compared_call`; 0 if that is None."""
+        return self.compared_call.fingerprint if self.compared_call else 0
 
     def lowered_to(self, lowered: Lowered, jaxpr: AnyJaxpr) -> None:
-        """Have the ranks compare the module of this program, without its source lines.
+        """Add a digest of the compiled module, without its source lines, to the fingerprint.
 
-        Its large constants are compared as arrays that the function holds.
+        The module text has no large constants: these are compared as captured arrays.
+
+        Args:
+          lowered: the program for XLA.
+          jaxpr: the program as it was traced, for an error.
         """
-        if self.statement:
-            self._program = lowered, jaxpr
+        if self.compared_call:
+            self._module = lowered, jaxpr
             digest = hashlib.blake2b(
                 _jaxcompat.module_text(lowered).encode(), digest_size=16
             ).hexdigest()
-            self.statement = Call(
-                fingerprint_of(f"{self.statement.fingerprint} {digest}"), self._title
+            self.compared_call = Call(
+                fingerprint_of(f"{self.compared_call.fingerprint} {digest}"), self._title
             )
 
-    def of_call(self, numbers: Sequence[str]) -> Call:
-        """Return the facts to compare for a call with these numbers, which must be equal."""
-        statement = self.statement
-        assert statement is not None
-        program = statement.fingerprint
-        return (
-            Call(fingerprint_of(f"{program} {numbers}"), self._title, program)
-            if numbers
-            else statement
-        )
+    def call_with(self, scalars: Sequence[str]) -> Call:
+        """Return what the ranks compare before one call of the program.
+
+        Args:
+          scalars: of `Program.host_scalars`; they must be equal on all ranks.
+        """
+        call = self.compared_call
+        assert call is not None
+        if not scalars:
+            return call
+        program = call.fingerprint
+        return Call(fingerprint_of(f"{program} {scalars}"), self._title, program)
 
     def sent(self, *, lately: bool = False) -> Sequence[Entry]:
-        """Return the collectives.
+        """Return the collectives of the program.
 
-        Those of a function of ours have the line of the call that runs now; with `lately`, of all
-        of its last calls.
+        JAX knows only the source line of the call that traced the program. In an eager function of
+        jaxmpi it is replaced by the line of the call that runs now; with `lately`, by the lines of
+        the last calls.
         """
         calls = self._calls
         if calls is None:
@@ -116,13 +128,17 @@ class Signature:
         ]
 
     def _with_calls(self, source: Sequence[str], lines: Sequence[str]) -> tuple[str, ...]:
-        """Source lines with these in the place of that of the call that had the program traced."""
-        return tuple(
-            line for old in source for line in (lines if old == self._traced_at else [old])
-        )
+        """Return source lines with `lines` instead of the line of the call that traced."""
+        replaced: list[str] = []
+        for line in source:
+            replaced += lines if line == self._traced_at else [line]
+        return tuple(replaced)
 
-    def _gathered(self) -> list[str]:
-        """Return all collectives with dtypes and numbers of axes, if one of them gathers."""
+    def _shapeless_collectives(self) -> list[str]:
+        """Return all collectives with dtypes and numbers of axes, if one of them gathers.
+
+        If these are equal and the shapes differ, the ranks have gathered arrays of unequal lengths.
+        """
         if not any(entry.call.kind == "allgather" for entry in self._entries):
             return []
         return [
@@ -130,30 +146,37 @@ class Signature:
             for entry in self._entries
         ]
 
-    def details(self, numbers: Sequence[str] = ()) -> Details:
-        """All that is compared, in words."""
-        line = self._calls.line() if self._calls else ""
-        sources = [
-            line if self._calls and source in ("", self._traced_at) else source
-            for _, source in self._parameters
-        ]
-        parameters = zip(self._parameters, sources, strict=True)
-        given = [
-            *(f"{text} at {source}" if source else text for (text, _), source in parameters),
-            *numbers,
-        ]
+    def details(self, scalars: Sequence[str] = ()) -> Details:
+        """Return the program line by line, under the names that `_consistency/mismatch` reads.
+
+        Args:
+          scalars: of `Program.host_scalars`, where the ranks compare these, too.
+        """
         details = {
             "sent": [*map(str, self.sent())],
-            "taken": self._taken,
-            "given": given,
-            "called": self._called,
+            "taken": self._arguments,
+            "given": [*self._parameter_lines(), *scalars],
+            "called": [text for entry in self._entries for text in entry.params],
+            "typed": self._typed_arguments,
+            "gathered": self._shapeless_collectives(),
+            "ordered": [
+                f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order"
+                for entry in self._entries
+            ],
+            "decided": [*map(str, self._control)],
         }
-        details |= {"typed": self._typed, "gathered": self._gathered()}
-        details |= {"ordered": self._order, "decided": [*map(str, self._decides)]}
-        if self._program:
-            lowered, jaxpr = self._program
-            details |= {
-                "computed": [*equations(jaxpr)],
-                "compiled": _jaxcompat.module_text(lowered).splitlines(),
-            }
+        if self._module:
+            lowered, jaxpr = self._module
+            details["computed"] = [*equations(jaxpr)]
+            details["compiled"] = _jaxcompat.module_text(lowered).splitlines()
         return details
+
+    def _parameter_lines(self) -> list[str]:
+        """Return the parameters of jaxmpi's functions, each with its source line."""
+        running_at = self._calls.line() if self._calls else ""
+        lines = []
+        for text, source in self._parameters:
+            if self._calls and source in ("", self._traced_at):
+                source = running_at
+            lines.append(f"{text} at {source}" if source else text)
+        return lines

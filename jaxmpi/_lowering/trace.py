@@ -1,4 +1,9 @@
-"""From a function to a jaxpr in which every collective stands at the top or in a loop."""
+"""Trace a function to a jaxpr in which every collective is at the top or in a loop.
+
+jaxpr = jax.make_jaxpr(function)    with the named axes bound
+opened = inline calls around collectives; sub-axes -> groups within AXIS; broadcast -> sum
+program = apply_exactly(opened)     where it adds an update of `update_to`
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -24,7 +29,7 @@ from jaxmpi._lowering.refuse import explained, refuse_meshes
 
 __all__ = ["Env", "evaluate", "is_local", "make_jaxpr", "opened", "prepared", "trace"]
 
-Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # of an argument
+Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # shape and dtype of an argument
 
 
 def trace(
@@ -34,13 +39,17 @@ def trace(
 
     Args:
       function: of arrays like `avals`.
-      axes: the names of the ranks and their sizes, AXIS among them, which is the only one in the
-        program.
+      axes: the names of the axes and their sizes, with AXIS among them. The program that is
+        returned has only AXIS.
       avals: shape and dtype of each argument.
 
     Returns:
-      The program; the arrays that the function had from outside, which are the first of the
-      program's arguments; what `text.parameters` finds.
+      The program; the arrays that the function captured from outside, which are the first arguments
+      of the program; and the parameters of jaxmpi's functions in it, as `text.parameters` does.
+
+    Raises:
+      NameError, NotImplementedError, TypeError, ValueError: the function uses a collective that is
+        not supported, with its source line.
     """
     return prepared(_make_jaxpr(explained(function, axes), axes, avals), axes)
 
@@ -48,7 +57,7 @@ def trace(
 def prepared(
     traced: ClosedJaxpr, axes: Mapping[str, int]
 ) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
-    """Return what `trace` does, for a function that was traced with the axes bound."""
+    """Return the same as `trace`, for a function that is already traced with the axes bound."""
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
         refuse_meshes(inner)
@@ -57,6 +66,7 @@ def prepared(
         traced = _without_notes(traced)
     updates = has_updates(traced)
     if captured or updates or _needs_opening(traced):
+        # Captured arrays become arguments, so that they are no constants of the program.
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
         with collection_paused():
             traced = make_jaxpr(
@@ -68,7 +78,7 @@ def prepared(
 def make_jaxpr(
     function: Callable[..., Sequence[ArrayLike]], size: int, avals: Sequence[Aval]
 ) -> ClosedJaxpr:
-    """`jax.make_jaxpr` of a function of arrays like `avals`, with the axis bound."""
+    """Trace a function of arrays like `avals` with AXIS bound to `size` ranks."""
     return _make_jaxpr(function, {AXIS: size}, avals)
 
 
@@ -85,7 +95,7 @@ def _make_jaxpr(
 
 
 def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> ClosedJaxpr:
-    """Return the program over AXIS alone, without calls around collectives.
+    """Return the program over AXIS alone, with calls around collectives inlined.
 
     `jits` is as in `_open`.
     """
@@ -94,37 +104,44 @@ def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> C
 
 
 def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the program without the notes at its top."""
+    """Return the program without the notes at its top, which are identities.
+
+    A note records a parameter of a function of jaxmpi (`text.parameters`).
+    """
     inner, _ = _jaxcompat.parts(jaxpr)
-    stands: dict[Var, Atom] = {}  # what is in the place of a variable
+    replacements: dict[Var, Atom] = {}  # for the result of each note, its operand
     eqns = []
 
     def replaced(atoms: Sequence[Atom]) -> list[Atom]:
-        return [atom if isinstance(atom, Literal) else stands.get(atom, atom) for atom in atoms]
+        return [
+            atom if isinstance(atom, Literal) else replacements.get(atom, atom) for atom in atoms
+        ]
 
     for eqn in inner.eqns:
         if is_note(eqn):
-            stands[eqn.outvars[0]] = replaced(eqn.invars)[0]
+            replacements[eqn.outvars[0]] = replaced(eqn.invars)[0]
         else:
-            eqns.append(eqn.replace(invars=replaced(eqn.invars)) if stands else eqn)
-    return _jaxcompat.with_equations(jaxpr, eqns, replaced(inner.outvars)) if stands else jaxpr
+            eqns.append(eqn.replace(invars=replaced(eqn.invars)) if replacements else eqn)
+    if not replacements:
+        return jaxpr
+    return _jaxcompat.with_equations(jaxpr, eqns, replaced(inner.outvars))
 
 
 def is_local(jaxpr: ClosedJaxpr) -> bool:
-    """Return whether nothing in it has to do with the ranks: it is a program as it stands."""
+    """Return whether nothing in a program has to do with the ranks: plain JAX can run it."""
     return not has_collective(jaxpr) and not _needs_opening(jaxpr)
 
 
 @_jaxcompat.kept_with_jaxpr
 def _needs_opening(jaxpr: AnyJaxpr) -> bool:
-    """Return whether a call with a collective, a broadcast or a note is left to open."""
+    """Return whether `_open` would change a program, because of a call, a broadcast or a note."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        what = kind(eqn)
-        if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
+        eqn_kind = kind(eqn)
+        if eqn_kind in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
             return True
-        if what in ("index", "collective", "ahead") and has_groups(eqn):
+        if eqn_kind in ("index", "collective", "ahead") and has_groups(eqn):
             return True
-        if what == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
+        if eqn_kind == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
             return True
     return False
 
@@ -132,17 +149,19 @@ def _needs_opening(jaxpr: AnyJaxpr) -> bool:
 def _open(
     jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool = False
 ) -> list[ArrayLike]:
-    """Evaluate a program without the calls that contain a collective.
+    """Evaluate a program, with the calls that contain a collective inlined.
 
-    With `jits`, those of `jax.jit` without a collective are opened, too: `apply_exactly` needs
-    that, which finds a sum and its update where they are on one level.
+    With `jits`, calls of `jax.jit` without a collective are inlined, too, because `apply_exactly`
+    finds an update and the sum that adds it only in the same jaxpr.
     """
 
     def step(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[ArrayLike]:
         match kind(eqn):
             case "call":
+                # The backward pass of `jax.checkpoint`. Without the barrier, XLA would find that
+                # the forward pass computes the same, and undo the rematerialization.
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                    xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
+                    xs = lax.optimization_barrier(xs)
                 with _jaxcompat.at_source(eqn):
                     jaxpr, operands = callee(eqn, xs)
                     return _open(jaxpr, axes, *operands, jits=jits)
@@ -180,16 +199,18 @@ def _is_jit(eqn: JaxprEqn) -> bool:
 
 
 class Env:
-    """The values of a jaxpr's variables while it is evaluated."""
+    """The values of a jaxpr's variables while it is evaluated; called to read some of them."""
 
     def __init__(self, jaxpr: AnyJaxpr, args: Sequence[ArrayLike]) -> None:
         inner, consts = _jaxcompat.parts(jaxpr)
-        if len(args) == len(inner.invars):  # otherwise the constants are the first arguments
+        # The constants are those of the jaxpr, unless they are the first arguments.
+        if len(args) == len(inner.invars):
             args = (*consts, *args)
         self.values = dict(zip((*inner.constvars, *inner.invars), args, strict=True))
         self.outvars = inner.outvars
 
     def __call__(self, atoms: Sequence[Atom]) -> list[ArrayLike]:
+        """Return the values of variables and literals."""
         return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
 
     def outs(self) -> list[ArrayLike]:
@@ -204,6 +225,7 @@ class Env:
         ]
 
     def write(self, eqn: JaxprEqn, outs: Sequence[ArrayLike]) -> None:
+        """Set the values of an equation's results."""
         self.values.update(zip(eqn.outvars, outs, strict=True))
 
 
@@ -212,8 +234,8 @@ def evaluate(
     step: Callable[[JaxprEqn, list[ArrayLike]], Sequence[ArrayLike]],
     *args: ArrayLike,
 ) -> list[ArrayLike]:
-    """Evaluate a jaxpr with a rule of one's own for each equation."""
-    read = Env(jaxpr, args)
+    """Evaluate a jaxpr with `step(eqn, operands) -> results` for each equation."""
+    env = Env(jaxpr, args)
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        read.write(eqn, step(eqn, read(eqn.invars)))
-    return read.outs()
+        env.write(eqn, step(eqn, env(eqn.invars)))
+    return env.outs()

@@ -244,12 +244,14 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
     if not shares():
         return
     backend, said = session.current("test"), []
-    kind = compile_once.kind() | ({"processor": "a slower one"} if jaxmpi.rank() == 2 else {})
+    machine = compile_once.machine_description() | (
+        {"processor": "a slower one"} if jaxmpi.rank() == 2 else {}
+    )
     reported, backend.registry.kinds_reported = backend.registry.kinds_reported, False
     try:
         with (
-            replaced(compile_once, "kind", lambda: kind),
-            replaced(compile_once, "_say", said.append),
+            replaced(compile_once, "machine_description", lambda: machine),
+            replaced(compile_once, "_report", said.append),
         ):
             for _ in range(2):
                 number, step = new_step()
