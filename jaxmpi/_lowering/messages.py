@@ -33,7 +33,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import kind
+from jaxmpi._analysis.classify import kind, other_effects
 from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, Trait, has, op_of
 from jaxmpi._backends.base import Collective, Overlap
@@ -431,14 +431,19 @@ def _overlapped(
 def _after_start(overlapped: _Overlapped) -> list[JaxprEqn]:
     """Return the equations to compute after the first start, in their order.
 
-    They are those that the values depend on; none if one of them takes time, because XLA would copy
-    its arrays.
+    They are those that the values depend on and that can wait: they have no effects, whose order
+    would change, and nothing that is computed before the start depends on them. There are none if
+    one of them takes time, because XLA would copy its arrays.
     """
-    needed, found = {*overlapped.values}, []
-    for eqn in overlapped.eqns:
-        if not needed.isdisjoint(eqn.outvars):
+    needed, needed_before = {*overlapped.values}, set[Var]()
+    found: list[JaxprEqn] = []
+    for eqn in overlapped.eqns:  # from the last to the first
+        can_wait = needed_before.isdisjoint(eqn.outvars) and not other_effects(eqn)
+        if can_wait and not needed.isdisjoint(eqn.outvars):
             found.append(eqn)
             needed.update(filter(_is_variable, eqn.invars))
+        else:
+            needed_before.update(filter(_is_variable, eqn.invars))
     return [] if any(map(_takes_time, found)) else found[::-1]
 
 

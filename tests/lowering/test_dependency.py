@@ -123,6 +123,30 @@ def test_random_keys_are_left_as_they_are():
     np.testing.assert_array_equal(got, want[0])
 
 
+def used_before_the_start(u):
+    """The sine is needed by what waits, and by a product that is not moved."""
+    inner = jnp.sin(u)
+    row = lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)])
+    return inner + 1, jnp.cos(inner) * row[0]
+
+
+def reads_and_writes(u):
+    """What is read before a write is not read after it."""
+    ref = jax.new_ref(u)
+    before = ref[...]
+    ref[...] = u + 1
+    return lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), before, ref[...]
+
+
+@pytest.mark.parametrize("f", [used_before_the_start, reads_and_writes])
+def test_what_other_equations_need_is_computed_before_them(f):
+    u = jnp.arange(72.0).reshape(24, 3)
+    got = jax.jit(jax.extend.core.jaxpr_as_fun(rewritten(f, u)))(u)
+    want = jax.vmap(f, axis_name=jaxmpi.AXIS)(jnp.stack([u] * 2))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y[0])
+
+
 def test_many_arrays_take_as_many_operations():
     """The start of a message is one operation; what follows needs one of its arrays, not all."""
 
