@@ -18,6 +18,7 @@ from threading import current_thread, get_ident, main_thread
 from typing import TypeAlias
 
 import jax
+from jax.stages import Lowered
 from jax.tree_util import PyTreeDef
 
 from jaxmpi import _jaxcompat
@@ -321,9 +322,13 @@ class ComparesInline(Executor):
         If its fingerprint is new, too, the ranks compare it first, because only ranks with the same
         program can compile it together; its messages would compare it only later.
         """
-        # With these, the trace of `lower` builds no program and raises no NewProgramError.
-        self._jitted.next_program, program.compiled_once = program, True
-        lower, title = partial(self._jitted.with_end.lower, *args, **kwargs), self._function.title
+        title = self._function.title
+
+        def lower() -> Lowered:
+            # With these, the trace builds no program and raises no NewProgramError.
+            self._jitted.next_program, program.compiled_once = program, True
+            return self._jitted.with_end.lower(*args, **kwargs)
+
         if not unseen:
             compile_alone(self._backend, title, lower())
             return

@@ -136,8 +136,9 @@ class Jitted:
             if end and must_compile and not jax.config.jax_disable_jit:
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)
-            self.traced_program = program if end else None
+            self.traced_program = None
             outs = program(self._function.leaves(args, kwargs))
+            self.traced_program = program if end else None
             return (jnp.zeros((), jnp.bool_), outs) if end else outs
 
         return update_wrapper(body, self._function.fun, updated=())

@@ -138,7 +138,7 @@ def _inside(host: Collective, inner: Translation, size: int) -> Translation:
     divisor = host.count(size) if inner.call.op == "mean" and host.op == "sum" else 1
 
     def widened(x: jax.Array) -> jax.Array:
-        x = inner.before(x)
+        x = jnp.asarray(inner.before(x))  # a literal is a number
         is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
         return x.astype(jnp.float32) if is_short else x  # so that a mean is rounded once
 

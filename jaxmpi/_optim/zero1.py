@@ -149,12 +149,12 @@ def sharded(
         check_state_ranks("sharded", state, axis)
         check_in_step("sharded")
         check_shapes("sharded", updates, params)
+        extra = ExtraArgs(extra_args, updates)  # before the mark, or `grad` is not these arrays
         # The ranks compare this text: all must have the same arguments of `sharded`.
         along = "" if axis == AXIS else f" axis={axis}"
         updates = with_parameters(
             updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{along}"
         )
-        extra = ExtraArgs(extra_args, updates)
         mean.check(weight, [*extra.functions])
         # 1. The parameters, as `inner` gets them: shards of the parameters, or of the master copy.
         if master_dtype is None:

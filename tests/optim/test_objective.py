@@ -215,6 +215,21 @@ def test_value_travels_with_the_gradients():
             )
 
 
+@run_ranks(2)
+def test_sharded_sends_the_gradients_once():
+    tx = jaxmpi.sharded(recorder())
+
+    def sent(*names):
+        def step(g):
+            args = {name: g if name == "grad" else 1.0 for name in names}
+            return tx.update(g, tx.init(g), g, **args)[0]
+
+        plan = jaxmpi.explain(jaxmpi.jit(step), {"w": jnp.ones(5), "b": jnp.ones(3)})
+        return plan.messages, plan.sent_bytes
+
+    assert sent("value", "grad") == sent("value")
+
+
 # average_loss
 
 
