@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.sparse import linalg as sparse
 
 import jaxmpi
@@ -876,7 +877,7 @@ holds(
     "shard_map.test_remat_transform",
     jax.grad(
         jax.checkpoint(
-            lambda x: jnp.sum(jnp.sin(jax.ad_checkpoint.checkpoint_name(lax.psum(x, R), "sum"))),
+            lambda x: jnp.sum(jnp.sin(checkpoint_name(lax.psum(x, R), "sum"))),
             policy=jax.checkpoint_policies.save_only_these_names("sum"),
         )
     ),

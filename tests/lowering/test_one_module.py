@@ -126,14 +126,15 @@ def test_collectives_that_only_move_arrays_have_one_module():
 @run_ranks(2)
 def test_without_the_extension_the_rank_is_right():
     backend = session.current("test")
-    before, load = backend.index, extension.load
+    transport = backend.transport
+    before, load = transport.index, extension.load
 
     def missing():
         raise ImportError("not built")
 
     extension.load = missing
     try:
-        backend.index = extension.rank_value(backend.place.rank)
+        transport.index = extension.rank_value(backend.place.rank)
         assert int(jaxmpi.jit(lambda x: me() + lax.psum(x, AXIS) - 2)(1)) == jaxmpi.rank()
     finally:
-        extension.load, backend.index = load, before
+        extension.load, transport.index = load, before

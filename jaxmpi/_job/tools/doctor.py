@@ -32,7 +32,7 @@ __all__ = ["Finding", "compiled", "cores", "devices", "mpi", "run"]
 SHARED_BYTES = 1 << 23  # in /dev/shm for each rank: enough for the native transport and MPI
 REPORT_COLUMNS = 118
 # Where each rank has a core; a slower mean is reported.
-MAX_LATENCY_US = {"native": 50.0, "mpi4jax": 400.0, "XLA": 10_000.0}
+MAX_LATENCY_US = {"native": 50.0, "mpi4jax": 400.0, "xla": 10_000.0}
 MAX_MEMCPY_RATIO = 4.0  # of the seconds of a mean to those of a memcpy
 
 

@@ -216,7 +216,7 @@ def _measure() -> None:
         "latency_us": 1e6 * _median_seconds(lambda: mean(small), 200),
         "mean_ms": 1e3 * _median_seconds(lambda: mean(large), 15),
         "memcpy_ms": 1e3 * _median_seconds(lambda: np.copyto(to, source), 15),
-        "transport": getattr(session.current("doctor"), "transport", "XLA"),
+        "transport": session.current("doctor").transport.name,
     }
     if world.rank == 0:
         _print_record(fields)
