@@ -45,11 +45,7 @@ def machine(world):
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
-    transport = getattr(
-        jaxmpi._world.session.current("benchmark"),
-        "transport",
-        "XLA" if world.size > 1 else "in process",
-    )
+    transport = jaxmpi._world.session.current("benchmark").transport.name
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, "
         f"{world.size} ranks on {len(os.sched_getaffinity(0))} cores each, "
