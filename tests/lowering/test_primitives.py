@@ -49,7 +49,7 @@ def _containing_jaxprs():
     calls = {
         primitive.name
         for primitive in vars(core).values()
-        if isinstance(primitive, core.CallPrimitive | core.ClosedCallPrimitive)
+        if isinstance(primitive, core.Primitive) and getattr(primitive, "call_primitive", False)
     }
     return {primitive.name for table in tables for primitive in table} | calls
 
