@@ -159,13 +159,16 @@ def _lines(sliced: Slice) -> list[Line]:
     inner, _ = _jaxcompat.parts(sliced.jaxpr)
     text, lines = Text(sliced.jaxpr), []
     kind_by_id = kinds(sliced.jaxpr)
-    collectives = [id(eqn) for eqn in inner.eqns if kind_by_id.get(id(eqn)) == "collective"]
+    index_of: dict[int, int] = {}  # of a collective among those of the jaxpr, by its id
+    for eqn in inner.eqns:
+        if kind_by_id.get(id(eqn)) == "collective":
+            index_of[id(eqn)] = len(index_of)
     for needed in _in_dataflow_order(sliced):
         eqn = needed.eqn
         if _makes_equal(sliced.jaxpr, eqn):
             # Its operand may be computed differently on each rank, and is not in the slice. Its
             # index tells which collective of the program it is.
-            operands = f"operand of collective {collectives.index(id(eqn))}"
+            operands = f"operand of collective {index_of[id(eqn)]}"
             lines.append(Line(text.equation(eqn, operands=operands), eqn.source_info))
             continue
         lines.append(Line(text.equation(eqn), eqn.source_info))

@@ -148,11 +148,13 @@ class Mpi4jax(MpiTransport):
         for array in arrays:
             sent_arrays = jax.eval_shape(partial(to_wire, call=call), array)
             columns.setdefault(sent_arrays.dtype, []).append(prod(sent_arrays.shape) // rows)
-        return [
-            sum(piece.stop - piece.start for piece in message) * rows * dtype.itemsize
-            for dtype, counts in columns.items()
-            for message in wire.messages(counts, dtype.itemsize, max_items=wire.MAX_ITEMS // rows)
-        ]
+        sent_bytes: list[int] = []
+        for dtype, counts in columns.items():
+            max_items = wire.MAX_ITEMS // rows
+            for message in wire.messages(counts, dtype.itemsize, max_items=max_items):
+                sent_columns = sum(piece.stop - piece.start for piece in message)
+                sent_bytes.append(sent_columns * rows * dtype.itemsize)
+        return sent_bytes
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:
         """Carry out one MPI call on a `[rows, columns]` array."""

@@ -276,7 +276,9 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
         len(children),
         f"{function.title} returns",
     )
-    numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
+    numbers: list[int] = []  # for each leaf, that of its output
+    for i, child in enumerate(children):
+        numbers += [i] * child.num_leaves
     paths, _ = flatten_with_path(tree.unflatten(numbers))
     return [
         (number in outputs or function.equal_output(path)) and not is_per_rank_leaf(path)

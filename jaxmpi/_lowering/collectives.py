@@ -82,8 +82,10 @@ def over_all_ranks(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[j
     if op is Op.PERMUTE:
         pairs = [(int(p), int(q)) for p, q in eqn.params["perm"]]
         refuse_pairs(eqn, len(groups[0]))
-        perm = tuple((group[p], group[q]) for group in groups for p, q in pairs)
-        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), perm=perm)
+        perm: list[tuple[int, int]] = []
+        for group in groups:
+            perm += [(group[p], group[q]) for p, q in pairs]
+        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), perm=tuple(perm))
     if op is Op.SEND_AHEAD:  # never within groups of one rank
         jax_groups = _groups_for_jax(_sorted_groups(groups) if eqn.params["op"] else groups)
         return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=jax_groups)
@@ -127,7 +129,11 @@ def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
     if inner is None or isinstance(inner, Groups):
         return inner or groups
     refuse_groups(eqn, inner, len(groups[0]))
-    return Groups.of([[group[i] for i in subset] for group in groups for subset in inner])
+    divided: list[list[int]] = []
+    for group in groups:
+        for subset in inner:
+            divided.append([group[i] for i in subset])
+    return Groups.of(divided)
 
 
 def _reduce_vmap_axes(eqn: JaxprEqn, x: jax.Array) -> jax.Array:

@@ -143,6 +143,15 @@ def test_each_rank_compiles_where_that_is_asked_for():
     np.testing.assert_allclose(out, expected(number, [3, 3]))
 
 
+@run_ranks(2)
+def test_a_rank_with_a_core_of_its_own_compiles_for_itself():
+    with replaced(session.current("test"), "cores_per_rank", 1.0):
+        number, step = new_step()
+        counts, out = compiled_by(lambda: step(np.ones(3, np.float32)))
+    assert counts == [1, 1]
+    np.testing.assert_allclose(out, expected(number, [3, 3]))
+
+
 @run_ranks(3)
 @crowded
 def test_a_rank_with_another_program_compiles_it_for_itself():
