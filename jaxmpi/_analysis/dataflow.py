@@ -312,9 +312,9 @@ class _Forward(Generic[Fact]):
         def run(carry: list[Fact], visit: Visit[Fact] | None) -> list[Fact]:
             goes_on = condition(carry, None, control)
             control_inside = self._join([control, goes_on])
-            # The condition runs again after each iteration. So whether its equations run, and what
-            # they write, depends on its own result: they are visited once that is known.
-            if visit is not None or any(references[:n_cond]):
+            # The condition runs again after each iteration. So whether its equations run depends on
+            # its own result: they are visited once that is known.
+            if visit is not None:
                 condition(carry, visit, control_inside)
             outs = self.run(
                 eqn.params["body_jaxpr"],
@@ -333,8 +333,11 @@ class _Forward(Generic[Fact]):
         if visit is not None:
             run(carry, visit)
         _restore(references, at_condition)
-        if any(references[:n_cond]):  # the condition that ends the loop may write, too
-            condition(carry, None, self._join([control, condition(carry, None, control)]))
+        if any(references[:n_cond]):
+            # The condition may write, too, and is what runs last. How often it has depends on its
+            # own result.
+            goes_on = condition(carry, None, control)
+            condition(carry, None, self._join([control, goes_on]))
         return carry
 
     def _fixed_point(
