@@ -178,7 +178,7 @@ class MpiRanks(Processes):
 
     def entered(self) -> "Entered":
         """Mark this rank as inside a collective outside of programs, once these allow one."""
-        if threading.get_ident() != self.turn.thread:
+        if threading.get_ident() != self.turn.unchecked:
             self.turn.take()
         self._comparison.drain()
         return Entered(self)
@@ -280,7 +280,7 @@ class MpiRanks(Processes):
 
     def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
         """Tell all ranks yes or no, and go on."""
-        if threading.get_ident() != self.turn.thread:
+        if threading.get_ident() != self.turn.unchecked:
             self.turn.take()
         if not self.concurrent:
             self.finish()

@@ -203,21 +203,27 @@ class Lineage:
                 with contextlib.suppress(OSError):  # another job has removed it
                     self.note(checkpoint)
 
-    def of_other_jobs(self, directory: Path, now: float) -> set[Path]:
-        """Return the checkpoints that were written since this job began, and that it does not know.
+    def not_of_other_jobs(self, directory: Path, now: float) -> list[Path]:
+        """Return the checkpoints that this job knows, and those from before it began.
+
+        The others were written by jobs that run beside this one, which may write one more at any
+        moment: a list of theirs is never complete, but this one is.
 
         Args:
           directory: where to look.
           now: the time by the clock of the file system, which may be another machine's.
+
+        Returns:
+          The folders, from the newest to the oldest.
         """
         began = now - (time.monotonic() - self._began)
-        others = set()
+        checkpoints = []
         for checkpoint in found(directory):
             with contextlib.suppress(OSError):  # another job has removed it
                 status = checkpoint.stat()
-                if status.st_mtime > began and _identity(status) not in self._known:
-                    others.add(checkpoint)
-        return others
+                if status.st_mtime <= began or _identity(status) in self._known:
+                    checkpoints.append(checkpoint)
+        return checkpoints
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
@@ -304,11 +310,9 @@ def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: 
     least = step if base is None else min(base, step)
 
     def of_another_run(there: Path, now: float) -> list[Path]:
-        others = lineage.of_other_jobs(there, now)
         abandoned = []
-        for checkpoint in found(there):
-            its_step = step_of(checkpoint)
-            if its_step > least and its_step != step and checkpoint not in others:
+        for checkpoint in lineage.not_of_other_jobs(there, now):
+            if step_of(checkpoint) > least and step_of(checkpoint) != step:
                 abandoned.append(checkpoint)
         return abandoned
 
@@ -360,10 +364,8 @@ def _rename(folder: Path, step: int) -> Path:
 
 def _empty(lineage: Lineage, in_memory: Path) -> None:
     """Remove the checkpoints in memory, but those of other jobs: the disk has a newer one."""
-    others = lineage.of_other_jobs(in_memory, time.time())
-    for checkpoint in found(in_memory):
-        if checkpoint not in others:
-            _remove(checkpoint)
+    for checkpoint in lineage.not_of_other_jobs(in_memory, time.time()):
+        _remove(checkpoint)
     _remove_left(in_memory)
     with contextlib.suppress(OSError):  # another job uses it
         in_memory.rmdir()

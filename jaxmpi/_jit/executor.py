@@ -163,7 +163,7 @@ class Executor(ABC):
           args: the positional arguments of the call.
           kwargs: the keyword arguments of the call.
         """
-        if program.compared_call and get_ident() != self._turn.thread:
+        if program.compared_call and get_ident() != self._turn.unchecked:
             self._turn.take()
         try:
             out = self._run_start(program, partial(compiled, *args, **kwargs))
@@ -194,7 +194,7 @@ class Executor(ABC):
 
         Every call is one until a call has run a program with collectives.
         """
-        if program.compared_call and get_ident() != self._turn.thread:
+        if program.compared_call and get_ident() != self._turn.unchecked:
             self._turn.take()
         first_call.compare(self._backend, program, leaves)
         # These keep the traced program alive, and are of no use after the first call.
@@ -271,7 +271,7 @@ class ComparesInline(Executor):
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
     ) -> PyTree:
         jitted = self._jitted
-        if (thread := get_ident()) != self._turn.thread:
+        if (thread := get_ident()) != self._turn.unchecked:
             self._take_turn(args, kwargs)
         # The program that was found for the first call, so that the trace does not build it again.
         jitted.next_program = first and first[0]

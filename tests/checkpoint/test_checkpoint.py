@@ -959,6 +959,23 @@ def test_two_jobs_save_into_one_folder(tmp_path):
     assert len([*tmp_path.iterdir()]) == 60
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_checkpoint_that_another_job_writes_during_a_save_stays(tmp_path, monkeypatch, in_memory):
+    jaxmpi.save(tmp_path, 1, {"x": 1}, background=False, in_memory=in_memory)
+    found, made = folders.found, []
+
+    def other_job_writes(directory):
+        listed = found(directory)
+        made.append(directory / f"step-{100 + len(made):012}")
+        made[-1].mkdir()
+        return listed
+
+    monkeypatch.setattr(folders, "found", other_job_writes)
+    jaxmpi.save(tmp_path, 2, {"x": 2}, background=False, in_memory=in_memory)
+    jaxmpi.save(tmp_path, 3, {"x": 3}, background=False)
+    assert made and all(folder.is_dir() for folder in made)
+
+
 def test_a_restore_leaves_behind_what_another_job_has_written_meanwhile(tmp_path):
     """A notebook can go back to a step of a job that has trained since the notebook started."""
     jaxmpi.init()

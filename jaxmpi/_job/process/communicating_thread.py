@@ -10,6 +10,7 @@ from collections.abc import Callable
 __all__ = ["ForkedError", "Turn"]
 
 PATIENCE_SECONDS = 2.0  # for the last thread to wait or end: it may have just started this one
+WAKE_SECONDS = 0.001  # for a thread that has got its work, and still seems to wait for it
 
 # Modules of Python's own library in which a thread waits for another one, or for work.
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -38,8 +39,21 @@ class ForkedError(RuntimeError):
 class Turn:
     """The thread that may call collectives.
 
+    Two threads' collectives have the same order on all ranks if one thread waits for the other.
+    Python does not tell whether it does, so it is judged by where the threads stand. When another
+    thread calls a collective,
+
+    1. the last one must have ended, or wait (`_waits`);
+    2. if neither is the main thread, the new one must not have run when the last one called its
+       last collective: it might have been the faster one, as it may be on another rank.
+
+    The second rule leaves out the main thread, so that this has to look at no other thread before
+    each of its collectives. A thread that runs beside it is found by the first rule, on the rank
+    where that thread is the faster one.
+
     Attributes:
-      thread: its identifier, to compare before each collective; 0 if there is none.
+      thread: the identifier of the last thread that called one; 0 if there is none.
+      unchecked: that of the thread which need not `take` before each collective; 0 if there is none.
     """
 
     def __init__(self, finish: Callable[[], None], last: Callable[[int], object]) -> None:
@@ -49,33 +63,46 @@ class Turn:
           finish: waits until all collectives that were started have ended.
           last: returns for a thread's identifier a value that changes with each of its collectives.
         """
-        self.thread = 0
+        self.thread = self.unchecked = 0
+        self._ran_beside: frozenset[int] = frozenset()  # the last collective of `thread`
         self._finish, self._last, self._lock = finish, last, threading.Lock()
         self._forked = False
 
     def take(self) -> None:
         """Make the calling thread the one that communicates.
 
-        The thread before it must have ended, or wait in Python's own `threading`, `queue`,
-        `concurrent.futures` or `asyncio`.
-
         Raises:
           ForkedError: this is a forked child of the rank.
-          RuntimeError: that thread still runs.
+          RuntimeError: that thread still runs, or this one ran beside it.
         """
         with self._lock:
             self.check_process()
-            if self.thread and not self._is_given_up():
-                raise RuntimeError(
-                    "jaxmpi: a collective was called in thread "
-                    f"{threading.current_thread().name!r}, while thread "
-                    f"{_name(self.thread)!r}, which called the last one, runs: the order may "
-                    "differ between the ranks. Call them in one thread, or have the other wait for "
-                    "this one (Thread.join, Future.result)."
-                )
-            before, self.thread = self.thread, threading.get_ident()
-            if before:
+            before, this = self.thread, threading.get_ident()
+            is_main = threading.current_thread() is threading.main_thread()
+            changes = before not in (0, this)
+            if changes and not self._is_given_up():
+                raise self._error("while thread {}, which called the last one, runs")
+            if changes and this in self._ran_beside and not is_main:
+                raise self._error("which ran while thread {} called the last one")
+            self.thread = this
+            if changes:
                 self._finish()
+            if is_main:
+                self.unchecked, self._ran_beside = this, frozenset()
+                return
+            self.unchecked = 0
+            if before != this:
+                time.sleep(WAKE_SECONDS)
+            others = sys._current_frames().keys() - {this}
+            self._ran_beside = frozenset(thread for thread in others if not _waits(thread))
+
+    def _error(self, how: str) -> RuntimeError:
+        return RuntimeError(
+            "jaxmpi: a collective was called in thread "
+            f"{threading.current_thread().name!r}, {how.format(repr(_name(self.thread)))}: the "
+            "order may differ between the ranks. Call them in one thread, or have the other wait "
+            "for this one (Thread.join, Future.result)."
+        )
 
     def _is_given_up(self) -> bool:
         """Return whether the last thread waits, or soon does."""
@@ -101,11 +128,12 @@ class Turn:
 
     def release(self) -> None:
         """Allow any thread to be the next one."""
-        self.thread = 0
+        self.thread = self.unchecked = 0
 
     def forbid(self) -> None:
         """Allow no thread any more, in a forked child."""
-        self.thread, self._forked, self._lock = 0, True, threading.Lock()
+        self.release()
+        self._forked, self._lock = True, threading.Lock()
 
 
 def _waits(thread: int) -> bool:

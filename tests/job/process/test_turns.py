@@ -124,6 +124,39 @@ def test_threads_that_wait_hand_over_on_xla(name):
     check_handing_over(name)
 
 
+def check_slow_thread(name):
+    """Check that threads whose order differs between the ranks get an error, and no wrong sum."""
+    call, ends = CALLS[name], []
+    np.testing.assert_array_equal(call(), total())
+    slow = 0 if jaxmpi.rank() == 0 else 1
+
+    def run(i):
+        if i == slow:
+            time.sleep(0.5)
+        try:
+            call()
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(run, range(2)))
+    (error,) = ends
+    assert "ran while thread 'ThreadPoolExecutor-" in error
+    np.testing.assert_array_equal(call(), total())
+
+
+@pytest.mark.parametrize("name", CALLS)
+@run_ranks(2, 3)
+def test_a_thread_that_was_slower_on_one_rank_is_refused_on_mpi(name):
+    check_slow_thread(name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@run_ranks(2, backend="xla")
+def test_a_thread_that_was_slower_on_one_rank_is_refused_on_xla(name):
+    check_slow_thread(name)
+
+
 RACES = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
