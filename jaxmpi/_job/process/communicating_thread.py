@@ -53,7 +53,7 @@ class Turn:
 
     Attributes:
       thread: the identifier of the last thread that called one; 0 if there is none.
-      unchecked: that of the thread which need not `take` before each collective; 0 if there is none.
+      unchecked: that of the thread that need not `take` before each collective; 0 if none.
     """
 
     def __init__(self, finish: Callable[[], None], last: Callable[[int], object]) -> None:
@@ -64,7 +64,7 @@ class Turn:
           last: returns for a thread's identifier a value that changes with each of its collectives.
         """
         self.thread = self.unchecked = 0
-        self._ran_beside: frozenset[int] = frozenset()  # the last collective of `thread`
+        self._ran_beside: list[threading.Thread] = []  # the last collective of `thread`
         self._finish, self._last, self._lock = finish, last, threading.Lock()
         self._forked = False
 
@@ -78,23 +78,26 @@ class Turn:
         with self._lock:
             self.check_process()
             before, this = self.thread, threading.get_ident()
-            is_main = threading.current_thread() is threading.main_thread()
+            current = threading.current_thread()
+            is_main = current is threading.main_thread()
             changes = before not in (0, this)
             if changes and not self._is_given_up():
                 raise self._error("while thread {}, which called the last one, runs")
-            if changes and this in self._ran_beside and not is_main:
+            if changes and current in self._ran_beside and not is_main:
                 raise self._error("which ran while thread {} called the last one")
             self.thread = this
             if changes:
                 self._finish()
             if is_main:
-                self.unchecked, self._ran_beside = this, frozenset()
+                self.unchecked, self._ran_beside = this, []
                 return
             self.unchecked = 0
             if before != this:
                 time.sleep(WAKE_SECONDS)
-            others = sys._current_frames().keys() - {this}
-            self._ran_beside = frozenset(thread for thread in others if not _waits(thread))
+            self._ran_beside = []
+            for thread in threading.enumerate():  # not identifiers, which Python uses again
+                if thread is not current and thread.ident and not _waits(thread.ident):
+                    self._ran_beside.append(thread)
 
     def _error(self, how: str) -> RuntimeError:
         return RuntimeError(
