@@ -6,6 +6,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxmpi._consistency.findings import checked_names
 from jaxmpi._jit.api import describe
 from jaxmpi._jit.nnx import InPlace
 from jaxmpi._nn.running_stats import average_batch_stats
@@ -32,6 +33,7 @@ def jit(
     replicated_argnums: int | Sequence[int] = (),
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    allow: str | Sequence[str] = (),
     **jit_kwargs: Any,
 ) -> Any:
     """`flax.nnx.jit` over the ranks: `jaxmpi.jit` for a step that changes nnx arguments in place.
@@ -51,6 +53,7 @@ def jit(
       graph: as in newer versions of `nnx.jit`. Modules may share variables either way.
       graph_updates: as in newer versions of `nnx.jit`. A function that adds variables or removes
         some is refused either way.
+      allow: names of assumptions about the ranks that are not checked, as in `jaxmpi.jit`.
       **jit_kwargs: those of `jax.jit`; `donate_argnums=(0, 1)` spares a copy of a model and an
         optimizer.
 
@@ -79,7 +82,9 @@ def jit(
             replicated_argnums=replicated_argnums,
             graph=graph,
             graph_updates=graph_updates,
+            allow=allow,
             **jit_kwargs,
         )
     function = describe(fun, replicated_argnums, replicated_argnums, jit_kwargs)
-    return InPlace(replace(function, api="jaxmpi.nn.jit"), jit_kwargs)
+    allowed = checked_names("jaxmpi.nn.jit", allow)
+    return InPlace(replace(function, api="jaxmpi.nn.jit", allowed=allowed), jit_kwargs)

@@ -22,13 +22,13 @@ from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.primitives import Op, Trait, has
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._analysis.text import Text
+from jaxmpi._consistency.findings import Finding
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import leaf_name
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["DivergenceCheck", "pairs"]
 
-MAX_NAMES = 3  # the outputs that a warning names
 Sources: TypeAlias = frozenset[int]  # indices of inputs
 NO_INPUT: Sources = frozenset()
 
@@ -108,18 +108,7 @@ class DivergenceCheck:
         for pair in self._pairs:
             if equal[pair.source] and varies[pair.output] and pair.name not in names:
                 names.append(pair.name)
-        if not names:
-            return ""
-        shown = ", ".join(names[:MAX_NAMES])
-        if len(names) > MAX_NAMES:
-            shown += f" and {len(names) - MAX_NAMES} more outputs"
-        return (
-            f"{self._title}: output {shown} may differ between the ranks "
-            "from this call on, and was equal on all of them before. If it is trained, average the "
-            "gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). If it should differ, such as a "
-            "sum over the batches of a rank, put it into a jaxmpi.PerRankState, or in nnx into an "
-            "nnx.BatchStat."
-        )
+        return Finding("forgotten_mean", self._title, names).warning() if names else ""
 
 
 def pairs(

@@ -48,7 +48,7 @@ def checksum(x: ArrayLike) -> int:
 
 def wanted() -> bool:
     """Return whether JAXMPI_CHECK asks for the comparison of every call."""
-    return bool(settings.get("JAXMPI_CHECK"))
+    return settings.get("JAXMPI_CHECK") == "1"
 
 
 def compare(

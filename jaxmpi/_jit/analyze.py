@@ -27,6 +27,7 @@ from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._analysis.replication import varying
 from jaxmpi._analysis.shards import check_shards
 from jaxmpi._backends.interface import Ranks
+from jaxmpi._consistency.findings import is_checked
 from jaxmpi._jit.function import Function, positions
 from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.means import fuse_means
@@ -109,7 +110,7 @@ def analyze(
     # Values can be compared at the first call of a function of the user on several processes.
     can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
     forgotten_mean = None
-    if can_compare:
+    if can_compare and is_checked("forgotten_mean", function.allowed):
         forgotten_mean = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured))
     # Fuse means, and plan.
     constants, target = [*captured, *constants_of(jaxpr)], backend.transport.target()

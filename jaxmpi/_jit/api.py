@@ -12,6 +12,7 @@ from jax.tree_util import PyTreeDef
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._consistency.eager_calls import EagerCalls
+from jaxmpi._consistency.findings import checked_names
 from jaxmpi._jit.function import Function, Leaf, choose_arguments, is_per_rank
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
@@ -29,6 +30,7 @@ def jit(
     *,
     replicated_argnums: int | Sequence[int] = (),
     replicated_outnums: int | Sequence[int] = (),
+    allow: str | Sequence[str] = (),
     **jit_kwargs: Any,
 ) -> Any:
     """Compile a function of one rank's arrays, with the ranks as the named axis `jaxmpi.AXIS`.
@@ -55,6 +57,8 @@ def jit(
       replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a
         result that is no tuple. The ranks compare the computation from the last reduction to these
         outputs, such as a learning rate.
+      allow: names of assumptions about the ranks that this function may break, such as
+        "forgotten_mean"; the text of a finding tells its name.
       **jit_kwargs: keyword arguments of `jax.jit`.
 
     Returns:
@@ -79,9 +83,11 @@ def jit(
             jit,
             replicated_argnums=replicated_argnums,
             replicated_outnums=replicated_outnums,
+            allow=allow,
             **jit_kwargs,
         )
-    return Step(describe(fun, replicated_argnums, replicated_outnums, jit_kwargs), jit_kwargs)
+    function = describe(fun, replicated_argnums, replicated_outnums, jit_kwargs)
+    return Step(replace(function, allowed=checked_names("jaxmpi.jit", allow)), jit_kwargs)
 
 
 def describe(

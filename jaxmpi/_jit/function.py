@@ -75,6 +75,7 @@ class Function:
       calls: the eager calls of a function of jaxmpi; None for a function of the user.
       api: the function of jaxmpi that the user has called, for errors.
       feeds_rows: whether each rank should pass different rows, as in a pmap.
+      allowed: the assumptions that are not checked, by their names in `findings`.
     """
 
     fun: Callable[..., PyTree]
@@ -87,6 +88,7 @@ class Function:
     calls: EagerCalls | None = None
     api: str = "jaxmpi.jit"
     feeds_rows: bool = False
+    allowed: frozenset[str] = frozenset()
 
     @property
     def title(self) -> str:

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.interface import Ranks
+from jaxmpi._consistency.findings import checked_names
 from jaxmpi._jit.api import describe, local
 from jaxmpi._jit.function import argument_name, title_of
 from jaxmpi._jit.lost_nnx_changes import watch_changes
@@ -49,6 +50,7 @@ def pmap(
     axis_size: int | None = None,
     donate_argnums: int | Iterable[int] = (),
     replicated_argnums: int | Sequence[int] = (),
+    allow: str | Sequence[str] = (),
 ) -> Callable[..., PyTree]:
     """Map a function over the ranks, as `jax.pmap` does over devices.
 
@@ -80,6 +82,7 @@ def pmap(
       donate_argnums: positions of arguments whose memory the results may take.
       replicated_argnums: positions of arguments that are equal on all ranks, as in `jaxmpi.jit`, on
         which branches with collectives may depend.
+      allow: names of assumptions about the ranks that are not checked, as in `jaxmpi.jit`.
 
     Returns:
       The mapped function, with `lower`. On the xla backend its results are this rank's arrays.
@@ -126,6 +129,7 @@ def pmap(
         equal_output=axes.output_has_none,
         feeds_rows=True,
         api="jaxmpi.pmap",
+        allowed=checked_names("jaxmpi.pmap", allow),
     )
     step = Step(function, options)
 

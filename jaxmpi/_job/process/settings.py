@@ -155,10 +155,11 @@ SETTINGS: Mapping[str, Setting] = {
         "JAX_COMPILATION_CACHE_DIR is",
     ),
     "JAXMPI_CHECK": Setting(
-        _switch,
+        _one_of("0", "1"),
         _ON,
-        "0",
-        "compare the values that must be equal on all ranks, at every step",
+        "",
+        "0: check no assumption about the ranks, such as equal parameters before the first step; "
+        "1: compare all values that must be equal on all ranks, at every step, as well",
         same=True,
     ),
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
