@@ -58,17 +58,20 @@ class Analysis(Generic[Fact]):
         through their jaxprs.
       otherwise: the rule of all other operations; None where each result has the join of all
         operands.
-      constants: the fact of a constant array of the program; None for `bottom`.
       after_inner: called as (equation, facts of operands, facts of results) once the propagation
         has gone through the jaxprs of an equation; returns the facts of its results.
+      constants: the fact of an array that the program, or a function inside of it, has captured.
+
+    Facts are compared by `==`. The operand fact of a reference is that of its contents. A rule must
+    not return a smaller fact for larger operands; otherwise a fixed point need not be the least.
     """
 
     bottom: Fact
     join: Callable[[Sequence[Fact]], Fact]
     rules: Mapping[Op, Rule[Fact]] = field(default_factory=dict)
     otherwise: Rule[Fact] | None = None
-    constants: Fact | None = None
     after_inner: Callable[[JaxprEqn, list[Fact], list[Fact]], list[Fact]] | None = None
+    constants: Fact = field(kw_only=True)
 
 
 def propagate(
@@ -126,8 +129,7 @@ class _Forward(Generic[Fact]):
         """Propagate through a jaxpr; its inputs have the facts `ins`."""
         analysis, inner = self._analysis, _jaxcompat.parts(jaxpr)[0]
         bottom = analysis.bottom
-        constant = bottom if analysis.constants is None else analysis.constants
-        facts: dict[Var, Fact] = dict.fromkeys(inner.constvars, constant)
+        facts: dict[Var, Fact] = dict.fromkeys(inner.constvars, analysis.constants)
         facts.update(zip(inner.invars, ins, strict=True))
         # Contents are shared with the caller: what is written here is read there, too.
         contents_of: dict[Var, _Contents[Fact]] = {}
@@ -224,8 +226,9 @@ class _Forward(Generic[Fact]):
         if op in (Op.GET, Op.FREEZE) or not any(references):
             return
         # A swap of all elements leaves nothing of the old contents, which are operand 0. Any other
-        # equation may write a part of the elements, or into one of several references. One with
-        # indices among its operands may name an element twice, and another one never.
+        # equation may write a part of the elements, or into one of several references. A swap with
+        # indices is not one of all elements, even if the shapes agree: it may write one element
+        # twice and another never.
         has_indices = len(eqn.invars) > 2
         if op is Op.SWAP and not has_indices and _have_one_shape(eqn.invars):
             written = self._join([control, *operands[1:]])
@@ -309,13 +312,18 @@ class _Forward(Generic[Fact]):
             )
             return goes_on
 
-        def run(carry: list[Fact], visit: Visit[Fact] | None) -> list[Fact]:
+        def decide(carry: list[Fact], visit: Visit[Fact] | None) -> tuple[Fact, Fact]:
+            """Run the condition; return its result, and the control of an iteration."""
+            # The condition runs again after each iteration. So whether its equations run depends on
+            # its own result: they run once more when that is known.
             goes_on = condition(carry, None, control)
             control_inside = self._join([control, goes_on])
-            # The condition runs again after each iteration. So whether its equations run depends on
-            # its own result: they are visited once that is known.
-            if visit is not None:
+            if visit is not None or any(references[:n_cond]):
                 condition(carry, visit, control_inside)
+            return goes_on, control_inside
+
+        def run(carry: list[Fact], visit: Visit[Fact] | None) -> list[Fact]:
+            goes_on, control_inside = decide(carry, visit)
             outs = self.run(
                 eqn.params["body_jaxpr"],
                 [*body_consts, *carry],
@@ -333,11 +341,7 @@ class _Forward(Generic[Fact]):
         if visit is not None:
             run(carry, visit)
         _restore(references, at_condition)
-        if any(references[:n_cond]):
-            # The condition may write, too, and is what runs last. How often it has depends on its
-            # own result.
-            goes_on = condition(carry, None, control)
-            condition(carry, None, self._join([control, goes_on]))
+        decide(carry, None)  # it may write, too, and is what runs last
         return carry
 
     def _fixed_point(

@@ -116,7 +116,7 @@ def pairs(
 ) -> list[Pair]:
     """Return the pairs of an input and an output with the same path, shape and dtype.
 
-    Leaves that each rank has its own value of are left out. The arguments are those of
+    Per-rank leaves are left out. The arguments are those of
     `DivergenceCheck.find`.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
@@ -154,7 +154,7 @@ def _inputs_by_key(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, l
 def _keys(path: KeyPath) -> list[Hashable]:
     """Return the keys of the inputs that an output may be the next value of.
 
-    A function returns the state alone, or a tuple with the state in it; its path tells not which.
+    A function returns the state alone, or a tuple with the state in it; its path does not tell.
     """
     alone = tuple(map(str, path)) or jax.tree_util.SequenceKey(0)
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
@@ -186,4 +186,5 @@ ADDED = Analysis(
         Op.SWAP: lambda eqn, operands: operands[:1],
     },
     otherwise=_local,
+    constants=NO_INPUT,
 )

@@ -131,6 +131,7 @@ REPLICATION: Analysis[Classes] = Analysis(
         Op.MARK: _mark,
     },
     otherwise=_local,
+    constants=ALL,
 )
 # A value that is marked as different on purpose counts as equal: it is no sign of a forgotten mean.
 DELIBERATE_AS_EQUAL = replace(

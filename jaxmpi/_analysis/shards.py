@@ -201,4 +201,5 @@ def _analysis(sizes: Sizes) -> Analysis[Value]:
         return operands
 
     rules = dict.fromkeys(COLLECTIVES, _collective)
-    return Analysis(NOTHING, _join, {**rules, Op.MARK: mark}, _local, after_inner=_add_caller)
+    rules = {**rules, Op.MARK: mark}
+    return Analysis(NOTHING, _join, rules, _local, _add_caller, constants=NOTHING)

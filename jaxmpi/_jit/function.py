@@ -263,8 +263,9 @@ def checked(
     arrays = described_arrays(function, args, kwargs)
     check = backend.eager(alone=_refuse_per_rank, stacked=_allow, parallel=_refuse_per_rank)
     check(function, arrays[0])
-    what = f"the positional arguments of {function.title} are"
-    positions(function.api, "replicated_argnums", function.replicated.nums, max(len(args), 1), what)
+    # An argument that is named by its position may be passed by its name.
+    what, count = f"the arguments of {function.title} are", max(len(args) + len(kwargs), 1)
+    positions(function.api, "replicated_argnums", function.replicated.nums, count, what)
     return arrays
 
 

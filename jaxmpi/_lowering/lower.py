@@ -99,7 +99,8 @@ class _ProgramLowering(Lowering[Lowered]):
 
     def stacked(self, target: Target) -> Lowered:
         """Return a `vmap` over stacked arrays, whose outputs are stacked where they may differ."""
-        differs = may_vary(self._jaxpr, self._stacked)
+        # One process has one copy of each constant.
+        differs = may_vary(self._jaxpr, self._stacked, constants=False)
         program = _jaxcompat.as_function(rewrite(self._plan_for(target), target))
         axes = tuple(0 if per_rank else None for per_rank in self._stacked)
         mapped = jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=target.size)

@@ -169,6 +169,30 @@ def test_captured_arrays_are_compared_where_they_must_be_equal():
         jaxmpi.jit(lambda p: p * table, **options)(X)
 
 
+@run_ranks(2, 3)
+def test_arrays_that_an_inner_jit_has_captured_are_compared_as_well():
+    table = jnp.arange(4.0) + (jaxmpi.rank() == 1)
+    inner = jax.jit(lambda p: p * table)
+    options = {"replicated_argnums": 0, "replicated_outnums": 0}
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"an array from outside: float32\[4\] with digest"
+    ):
+        jaxmpi.jit(lambda p, x: inner(p) + lax.pmean(x, R), **options)(X, X)
+    with pytest.raises(ValueError, match=r"output .* may differ .* make it an argument"):
+        jaxmpi.jit(lambda p: inner(p), **options)(X)
+
+
+@run_ranks(2)
+def test_an_argument_that_is_named_by_its_position_may_be_passed_by_name():
+    def step(x, p):
+        return p - lax.pmean(x, R)
+
+    jitted = jaxmpi.jit(step, replicated_argnums=1, replicated_outnums=0)
+    np.testing.assert_allclose(jitted(X * jaxmpi.rank(), p=X), X / 2)
+    with pytest.raises(ValueError, match=r"has 1, and the arguments of .* are 1"):
+        jaxmpi.jit(lambda x: x, replicated_argnums=1).lower(X)
+
+
 @pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_a_jit_inside_of_a_jit():

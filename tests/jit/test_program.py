@@ -155,7 +155,7 @@ def test_outputs_by_position(make):
         with pytest.raises(ValueError, match="replicated_outnums has 7, and step returns 2"):
             jaxmpi.jit(step, replicated_outnums=7)(X, X)
         with pytest.raises(
-            ValueError, match="replicated_argnums has 5, and the positional arguments of step are 2"
+            ValueError, match="replicated_argnums has 5, and the arguments of step are 2"
         ):
             jaxmpi.jit(step, replicated_argnums=5)(X, X)
 

@@ -314,7 +314,7 @@ def test_jit_refuses_a_collective_in_a_branch_whose_predicate_may_differ_and_no_
 
 
 # The fact of a value is the set of the inputs that it depends on.
-SOURCES = Analysis(frozenset(), lambda facts: frozenset().union(*facts))
+SOURCES = Analysis(frozenset(), lambda facts: frozenset().union(*facts), constants=frozenset())
 
 
 def _sources(function, *args):
@@ -367,7 +367,8 @@ def test_propagate_visits_with_the_predicates_around_an_equation():
 
 
 def test_propagate_applies_a_rule_instead_of_the_join():
-    forget = Analysis(frozenset(), SOURCES.join, {Op.DIVIDE: lambda eqn, xs: [frozenset()]})
+    rules = {Op.DIVIDE: lambda eqn, xs: [frozenset()]}
+    forget = Analysis(frozenset(), SOURCES.join, rules, constants=frozenset())
     jaxpr = jax.make_jaxpr(lambda x: (x / 2, x * 2))(1.0)
     assert propagate(forget, jaxpr, [frozenset({0})]) == [set(), {0}]
 
