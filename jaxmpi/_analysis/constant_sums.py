@@ -7,10 +7,9 @@ That is right only if the number is equal on all ranks. It follows from literals
 Python number, which may differ between ranks. So the ranks compare the text of the equations that
 these sums depend on (`control_slice`).
 
-The number of a rank's samples may differ between ranks, and then its sum must be sent. Such a
-number is either reduced over an array's elements, and depends on a shape, which that text does not
-show; or it is a literal that is summed as it is. So neither counts as a constant: not the result of
-a reduction, and not a number that was computed without a division.
+A rank's number of samples may differ, and then its sum must be sent. It appears as a reduction over
+an array's elements, whose shape that text does not show, or as a literal that is summed as it is.
+So only a number that is computed from literals by a division, as 1/p is, counts as a constant.
 """
 
 from collections.abc import Sequence

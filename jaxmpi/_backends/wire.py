@@ -255,11 +255,9 @@ def through_all(
     members = jnp.asarray(_members(call.groups, size))[rank]  # of this rank's group
     if call.kind in ("alltoall", "reduce_scatter"):
         spread = [jnp.zeros((size, *x.shape[1:]), x.dtype).at[members].set(x) for x in xs]
-        rows = [
-            y[members] for y in run(Collective("alltoall", fingerprint=call.fingerprint), spread)
-        ]
+        rows = [y[members] for y in run(_over_all(call), spread)]
         return [reduce_rows(y, call.op) for y in rows] if call.op else rows
-    rows = [y[members] for y in run(Collective("allgather", fingerprint=call.fingerprint), xs)]
+    rows = [y[members] for y in run(_over_all(call), xs)]
     if call.kind == "bcast":
         return [y[call.root] for y in rows]
     return [reduce_rows(y, call.op) for y in rows] if call.op else rows
@@ -269,11 +267,19 @@ def of_all(
     call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int
 ) -> tuple[Collective, list[jax.ShapeDtypeStruct]]:
     """Return the collective that `through_all` sends for arrays like these, and its arrays."""
-    if call.kind not in ("alltoall", "reduce_scatter"):
-        return Collective("allgather"), list(arrays)
-    return Collective("alltoall"), [
-        jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in arrays
-    ]
+    sent = _over_all(call)
+    if sent.kind == "allgather":
+        return sent, list(arrays)
+    return sent, [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in arrays]
+
+
+def _over_all(call: Collective) -> Collective:
+    """Return the collective of all ranks that stands for one in groups.
+
+    It is the same message of the same program, so it keeps the fingerprint and the index.
+    """
+    kind = "alltoall" if call.kind in ("alltoall", "reduce_scatter") else "allgather"
+    return Collective(kind, fingerprint=call.fingerprint, place=call.place)
 
 
 def _members(groups: Sequence[Sequence[int]], size: int) -> np.ndarray:

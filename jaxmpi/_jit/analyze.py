@@ -30,7 +30,6 @@ from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.findings import is_checked
 from jaxmpi._jit.function import Function, positions
 from jaxmpi._leaves import leaf_name, output_name
-from jaxmpi._lowering.means import fuse_means
 from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
 from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
 
@@ -49,8 +48,7 @@ class Analysis(NamedTuple):
     """Facts about a program before it is lowered.
 
     Attributes:
-      jaxpr: the program, with fused means.
-      plan: the plan of `jaxpr`; None on one rank.
+      plan: the plan of the program; None on one rank.
       replicated: which arrays of the arguments are equal on all ranks, and compared at the first
         call.
       varies: which outputs may differ between the ranks.
@@ -60,7 +58,6 @@ class Analysis(NamedTuple):
       batch: as in `Program`.
     """
 
-    jaxpr: ClosedJaxpr
     plan: Plan | None
     replicated: Sequence[bool]
     varies: Sequence[bool]
@@ -76,6 +73,7 @@ def analyze(
     captured: Sequence[ArrayLike],
     ins: Sequence[KeyPath],
     replicated: Sequence[bool],
+    outs: Sequence[KeyPath],
     tree: PyTreeDef,
     backend: Ranks,
     *,
@@ -89,6 +87,7 @@ def analyze(
       captured: the arrays that the function captured from outside, the first inputs of `jaxpr`.
       ins: the paths of the other inputs.
       replicated: which of the other inputs are equal on all ranks.
+      outs: the paths of the outputs, as `paths_of`.
       tree: the structure of the outputs.
       backend: the ranks.
       hide_effects: as in `lower.build`. If it is False, the program may be differentiated later, so
@@ -98,28 +97,30 @@ def analyze(
       ValueError: an output that is declared equal on all ranks may differ; a shard depends on more
         than its own elements.
     """
-    outs, title = paths_of(tree), function.title
+    title, declared = function.title, _declared(function, outs, tree)
     try:
-        varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
+        varies, outside = _varying_outputs(
+            function, jaxpr, captured, replicated, outs, declared, backend
+        )
     except ValueError:
         # Try again with statistics that stay equal counted as replicated. If that is enough, the
         # first call compares them.
         replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
-        varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
+        varies, outside = _varying_outputs(
+            function, jaxpr, captured, replicated, outs, declared, backend
+        )
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     # Values can be compared at the first call of a function of the user on several processes.
     can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
     forgotten_mean = None
     if can_compare and is_checked("forgotten_mean", function.allowed):
         forgotten_mean = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured))
-    # Fuse means, and plan.
-    constants, target = [*captured, *constants_of(jaxpr)], backend.transport.target()
-    if hide_effects:
-        jaxpr = fuse_means(jaxpr, backend.place.size, transport_divides=target.divides)
+    target = backend.transport.target()
     plan = plan_of(
         jaxpr,
         backend.place.size,
         combine=target.combine,
+        divides=target.divides if hide_effects else None,
         overlap=target.overlap if hide_effects else None,
     )
     entries: list[Entry] = []
@@ -129,15 +130,15 @@ def analyze(
         entries.append(entry._replace(source=source))
     # If all ranks run one module, its constants must be equal, too.
     if entries and backend.transport.shared_module(jaxpr) is not None and not outside:
-        outside = [*map(_from_outside, constants)]
+        outside = [*map(_from_outside, [*captured, *constants_of(jaxpr)])]
     control = [
-        *control_equations(jaxpr, _declared(function, tree) if entries else ()),
+        *control_equations(jaxpr, declared if entries else ()),
         *map(Line, outside),
     ]
     batch: Sequence[int] = ()
     if can_compare and function.feeds_rows and entries:
         batch = _batch(jaxpr, ins, outs, len(captured))
-    return Analysis(jaxpr, plan, replicated, varies, entries, control, forgotten_mean, batch)
+    return Analysis(plan, replicated, varies, entries, control, forgotten_mean, batch)
 
 
 def _batch(
@@ -164,7 +165,8 @@ def _varying_outputs(
     jaxpr: ClosedJaxpr,
     captured: Sequence[ArrayLike],
     replicated: Sequence[bool],
-    tree: PyTreeDef,
+    outs: Sequence[KeyPath],
+    declared: Sequence[bool],
     backend: Ranks,
 ) -> tuple[list[bool], list[str]]:
     """Return which outputs may differ, and descriptions of captured arrays that must be equal.
@@ -173,8 +175,9 @@ def _varying_outputs(
       ValueError: an output may differ that is declared replicated, with its name.
     """
     try:
+        warn = backend.place.rank == 0
         varies = _varies(
-            function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0
+            function, jaxpr, True, len(captured), replicated, outs, declared, warn=warn
         )
         return varies, []
     except ValueError as error:
@@ -189,7 +192,9 @@ def _varying_outputs(
             ) from None
         if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
             raise
-        varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
+        varies = _varies(
+            function, jaxpr, False, len(captured), replicated, outs, declared, warn=False
+        )
         return varies, [*map(_from_outside, constants)]
 
 
@@ -237,7 +242,8 @@ def _varies(
     captured_differ: bool,
     captured: int,
     replicated: Sequence[bool],
-    tree: PyTreeDef,
+    outs: Sequence[KeyPath],
+    declared: Sequence[bool],
     *,
     warn: bool,
 ) -> list[bool]:
@@ -253,9 +259,8 @@ def _varies(
         warn=warn,
         api=function.api,
     )
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
-    for declared, (path, differs) in zip(_declared(function, tree), paths, strict=True):
-        if differs and declared:
+    for path, is_declared, differs in zip(outs, declared, varies, strict=True):
+        if differs and is_declared:
             remedy = REMEDIES.get(function.api, REMEDIES["jaxmpi.jit"])
             raise ValueError(
                 f"{function.api}: {output_name(path)} of {function.title} is declared replicated "
@@ -265,7 +270,7 @@ def _varies(
     return varies
 
 
-def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
+def _declared(function: Function, outs: Sequence[KeyPath], tree: PyTreeDef) -> list[bool]:
     """Return which arrays of the outputs are declared replicated."""
     # Positions count the elements of a tuple or list; any other result is position 0.
     node = tree.node_data()
@@ -280,10 +285,9 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     numbers: list[int] = []  # for each leaf, that of its output
     for i, child in enumerate(children):
         numbers += [i] * child.num_leaves
-    paths, _ = flatten_with_path(tree.unflatten(numbers))
     return [
         (number in outputs or function.equal_output(path)) and not is_per_rank_leaf(path)
-        for path, number in paths
+        for path, number in zip(outs, numbers, strict=True)
     ]
 
 

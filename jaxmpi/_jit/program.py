@@ -116,12 +116,15 @@ class Program:
     def compiled(self, options: Mapping[str, object], leaves: Sequence[Leaf]) -> Run:
         """Return a function of the leaves that runs the program.
 
-        It returns an array that is ready when the program has ended, and that nobody donates, and
-        the outputs. Nothing is sent or compiled here, but on xla the program is lowered.
+        Nothing is sent or compiled here, but on xla the program is lowered.
 
         Args:
           options: keyword arguments for `jax.jit`.
           leaves: the leaves of the first call.
+
+        Returns:
+          A function from leaves to (end, outputs). `end` is an array that is ready when the program
+          has ended; nobody donates it.
         """
         # `jax.jit` donates whole arguments, so the program has two: the donated leaves, and the
         # others.
@@ -130,9 +133,11 @@ class Program:
         order = np.argsort([*donated, *kept]).tolist()
         select_donated, select_kept = _selector(donated), _selector(kept)
 
-        def flat(donated: Sequence[Leaf], kept: Sequence[Leaf]) -> tuple[jax.Array, list[Leaf]]:
+        def flat(
+            donated_leaves: Sequence[Leaf], kept_leaves: Sequence[Leaf]
+        ) -> tuple[jax.Array, list[Leaf]]:
             refuse_nan_search(self.function.title)
-            leaves = (*donated, *kept)
+            leaves = (*donated_leaves, *kept_leaves)
             return jnp.zeros((), jnp.bool_), self.call([leaves[i] for i in order])
 
         def run(leaves: Sequence[Leaf]) -> tuple[jax.Array, PyTree]:
@@ -255,7 +260,7 @@ def build_program(
         f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
         for path, a in zip(ins, avals, strict=True)
     ]
-    found = Analysis(jaxpr, None, replicated, [False] * len(outs), [], [])
+    found = Analysis(None, replicated, [False] * len(outs), [], [])
     if size > 1:
         backend.transport.check(Refusals(jaxpr, backend.name))
         with collection_paused():
@@ -265,6 +270,7 @@ def build_program(
                 captured,
                 ins,
                 replicated,
+                outs,
                 tree,
                 backend,
                 hide_effects=hide_effects,
@@ -287,7 +293,7 @@ def build_program(
     stacked = [False] * len(captured) + per_rank
     with collection_paused():
         program, finish = lower.build(
-            found.jaxpr,
+            jaxpr,
             found.plan,
             backend,
             stacked,
@@ -306,7 +312,7 @@ def build_program(
         tree=tree,
         entries=found.entries,
         signature=signature,
-        same_module=backend.transport.shared_module(found.jaxpr) if size > 1 else None,
+        same_module=backend.transport.shared_module(jaxpr) if size > 1 else None,
         arguments=arguments,
         donated=[function.donated.contain(path) for path in ins],
         outputs=[output_name(path) for path in outs],

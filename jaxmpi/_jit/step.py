@@ -113,7 +113,6 @@ class Step:
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """Lower the function, as `jax.jit(fun).lower`; neither this nor `compile` communicates."""
-        self._rebuild()
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
@@ -122,6 +121,8 @@ class Step:
         if (stage := self._jitted.trace_local(args, kwargs)) is not None:
             return Traced(stage, partial(self._run_compiled, None), lambda _: None)
         args, kwargs = self._wrapped(args, kwargs)
+        # `build` may take the program that `trace_local` has left in `next_program`. Hand the same
+        # one on to the trace below.
         self._jitted.next_program = program = self._jitted.build(args, kwargs)
         try:
             stage = self._plain.trace(*args, **kwargs)

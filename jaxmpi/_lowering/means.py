@@ -23,7 +23,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import kinds
 from jaxmpi._analysis.constant_sums import constant_sums
-from jaxmpi._analysis.inner_jaxprs import map_subjaxprs
 from jaxmpi._analysis.primitives import Op, op_of, reduction_of
 from jaxmpi._jaxcompat import AnyJaxpr
 
@@ -34,13 +33,14 @@ J = TypeVar("J", bound=AnyJaxpr)
 
 
 def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
-    """Return a program with the same results, in which psum and reduce_scatter have an "op".
+    """Return a jaxpr with the same results, in which psum and reduce_scatter have an "op".
 
     It is "mean" where the division by the number of ranks is part of the collective, else "sum".
-    Loops and branches are edited, too. JAX cannot differentiate the result.
+    Loops and branches stay as they are: `plan_of` fuses the means inside of them when it plans
+    them. JAX cannot differentiate the result.
 
     Args:
-      jaxpr: of `trace.trace`.
+      jaxpr: an opened program, or the jaxpr of a loop or branch.
       size: the number of ranks.
       transport_divides: whether the transport computes means of all floats; otherwise only means of
         short floats are fused.
@@ -48,17 +48,10 @@ def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
     inner, _ = _jaxcompat.parts(jaxpr)
     fusion = _MeanFusion(inner, size, transport_divides)
     about_ranks, not_sent = kinds(jaxpr), constant_sums(jaxpr)
-
-    def fuse_inside(inside: AnyJaxpr) -> AnyJaxpr:
-        return fuse_means(inside, size, transport_divides=transport_divides)
-
     eqns: list[JaxprEqn] = []
     for eqn in inner.eqns:
         kind = about_ranks.get(id(eqn))
-        is_sum = kind == "collective" and reduction_of(eqn) == "sum"
-        if kind == "loop":
-            eqns.append(eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, fuse_inside)}))
-        elif is_sum and id(eqn) not in not_sent:
+        if kind == "collective" and reduction_of(eqn) == "sum" and id(eqn) not in not_sent:
             eqns.append(fusion.fused_sum(eqn))
         elif id(eqn) not in fusion.removed:
             eqns.append(eqn)

@@ -9,7 +9,7 @@ a call on few bytes, a sum or a mean, travels inside another call of the same ro
 | an allreduce that sums | as one more array; for a mean, the sum is divided on arrival |
 | a reduce_scatter | as `[size, size, ...]` with x in column r and zeros elsewhere |
 
-Of a reduce_scatter every rank receives all x, and adds them in the order of the ranks.
+A reduce_scatter gives every rank the x of all ranks, and each adds them in the order of the ranks.
 
 Some messages travel while the program computes (`messages_of`). Such a message is started as soon
 as its arrays are ready, and waited for at the end of the round. That pays where the round has
@@ -221,7 +221,8 @@ class Messages(NamedTuple):
 
     Attributes:
       started: messages that are started in this order, and waited for once all are started.
-      busy_until: the index of the last local equation of the round that takes time.
+      busy_until: the index of the last local equation of the round that takes time; if none does,
+        the number of local equations, as elementwise work overlaps, too.
       at_once: calls that are started and waited for together, after those above.
       before_waits: values to compute before the first wait. Otherwise XLA would compute them in one
         loop with what follows the waits or, where a rank has one thread, after a wait.
@@ -248,7 +249,11 @@ class Messages(NamedTuple):
 
 
 class Consumers(IntEnum):
-    """Consumers of a value: only the results, also equations that place its numbers, or others."""
+    """Readers of a value.
+
+    NONE: only the outputs of the program. PLACE_NUMBERS: also equations that move its numbers
+    without computing (`Trait.PLACES_NUMBERS`). COMPUTE: any other equation.
+    """
 
     NONE = 0
     PLACE_NUMBERS = 1

@@ -5,12 +5,15 @@ The level of a value is the number of rounds of communication that it depends on
     level(input) = 0
     level(result) = max of level(operand) over the operands, + 1 if the equation communicates
 
+An equation with effects, such as a print, is at the level of the last such equation at least, which
+keeps their order.
+
 Round k computes the local equations of level k, and then carries out the collectives of level k.
 These are independent of each other, so the mean of a tree of 161 gradients is one message. The
 number of rounds is the length of the longest chain of collectives, the least that is possible.
 
-`explain`, the signature that the ranks compare, and the rewriting for a transport all read the
-plan, so that they cannot differ.
+The rewriting for a transport and `entries_of` read the plan; `explain` and the signature that the
+ranks compare read the entries. So they cannot differ.
 """
 
 from collections import defaultdict
@@ -27,6 +30,7 @@ from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._lowering.means import fuse_means
 from jaxmpi._lowering.messages import CoalescedCall, Messages, coalesce, messages_of
 
 __all__ = ["Entry", "Plan", "Round", "entries_of", "plan_of"]
@@ -53,11 +57,12 @@ class Plan:
     """Plan of a jaxpr on a number of ranks.
 
     Attributes:
-      jaxpr: an opened program, or a jaxpr inside of one of its loops.
+      jaxpr: an opened program, or a jaxpr inside of one of its loops, with means fused.
       size: the number of ranks.
       rounds: the rounds, without local equations that no output needs.
       about_ranks: for the id of each equation that has to do with the ranks, its `classify.kind`.
-      inside: for the id of each jaxpr of a loop or branch that has to do with the ranks, its plan.
+      inside: for the id of each jaxpr of a loop or branch that has to do with the ranks, as it
+        stood in the program before means were fused, its plan.
     """
 
     jaxpr: AnyJaxpr
@@ -77,32 +82,42 @@ class Plan:
 
 
 def plan_of(
-    jaxpr: AnyJaxpr, size: int, *, combine: bool = True, overlap: Overlap | None = None
+    jaxpr: AnyJaxpr,
+    size: int,
+    *,
+    combine: bool = True,
+    divides: bool | None = None,
+    overlap: Overlap | None = None,
 ) -> Plan:
     """Return the plan of an opened program.
 
     A collective is carried out whether its result is used or not: another rank may use it.
 
     Args:
-      jaxpr: the result of `trace.prepared`, or of `means.fuse_means` where no derivative of the
-        program is taken later.
+      jaxpr: the result of `trace.prepared`.
       size: the number of ranks.
       combine: False where every collective is to stay a call by itself.
+      divides: whether the transport computes means of all floats (`fuse_means`); None where the
+        program may be differentiated later, as a fused mean has no derivative.
       overlap: of the transport; None where all messages are carried out at once.
 
     Raises:
       NotImplementedError, TypeError, ValueError: a collective that is not supported, as in
         `refuse.refuse`.
     """
+    # Every rank computes these sums from numbers that all know. The fusion keeps their equations as
+    # they are, so that their ids stay valid.
+    not_sent = constant_sums(jaxpr)
+    if divides is not None:
+        jaxpr = fuse_means(jaxpr, size, transport_divides=divides)
     inner, _ = _jaxcompat.parts(jaxpr)
     about_ranks = kinds(jaxpr)
-    not_sent = constant_sums(jaxpr)  # every rank computes these from numbers that all know
     inside: dict[int, Plan] = {}
     for eqn in inner.eqns:
         if about_ranks.get(id(eqn)) == "loop":
             for inner_jaxpr in subjaxprs(eqn):
                 inside[id(inner_jaxpr)] = plan_of(
-                    inner_jaxpr, size, combine=combine, overlap=overlap
+                    inner_jaxpr, size, combine=combine, divides=divides, overlap=overlap
                 )
 
     def is_sent(eqn: JaxprEqn) -> bool:

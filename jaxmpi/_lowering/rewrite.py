@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.inner_jaxprs import map_subjaxprs
-from jaxmpi._analysis.primitives import is_sum
 from jaxmpi._backends.base import Target
 from jaxmpi._backends.sent_ahead import none
 from jaxmpi._barriers import inputs_depending_on, token_of
@@ -59,8 +58,8 @@ def _rounds(plan: Plan, target: Target, order: Order | None, *args: ArrayLike) -
             _start(bucket, target, env, first=not i) for i, bucket in enumerate(messages.started)
         ]
         if after_start:
-            # They depend on one array of the first message that is started. On all n arrays, they
-            # would take n² operations to compile.
+            # Make the equations after the start depend on one array of the first message that is
+            # started. A dependence on all n arrays takes n² operations to compile.
             one = next((x for x in started[0][0] if x.size), None)
             token = token_of([] if one is None else [one])
             with inputs_depending_on(token, messages.after_start, env.values):
@@ -114,8 +113,7 @@ def _local(eqn: JaxprEqn, plan: Plan, target: Target, xs: list[ArrayLike]) -> li
             return _loop(eqn, plan, target, None, xs)
         case _:  # a sum of a number that all ranks know (`constant_sums`)
             translation = translate(eqn, target.size)
-            x = translation.before(xs[0])
-            return [x * translation.call.count(target.size) if is_sum(eqn) else x]
+            return [translation.before(xs[0]) * translation.call.count(target.size)]
 
 
 def _start(
@@ -165,8 +163,9 @@ def _carry_out(
     """
     with _jaxcompat.at_source(coalesced.eqns[0]):
         users, operands = _operands(coalesced, range(len(coalesced.eqns)), target, env)
-        # The sender has sent one array for each equation. If two are the same here, it is another
-        # message.
+        # The message on its way has one array for each equation. If two are the same here,
+        # `_operands` has joined them, and the message does not match: send them anew, as the other
+        # ranks do.
         is_same_message = len(users) == len(coalesced.eqns)
         if request is not None and target.overlap and target.overlap.take and is_same_message:
             outs = target.overlap.take(coalesced.call, operands, env([request])[0])

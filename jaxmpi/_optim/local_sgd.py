@@ -373,7 +373,8 @@ class LocalSGD:
 
     def _to_send(self, params: PyTree, fragment: Fragment) -> PyTree:
         """Return anchor - θ, whose mean is Δ; or θ, if the new anchor is the mean of θ."""
-        # The ranks compare this text: all must have the same arguments of `local_sgd`.
+        # Whether there is an outer transform changes no message, so the ranks compare it as text.
+        # `every` and `delay` are compared as predicates of the branches.
         label = f"local_sgd outer={'a transform' if self.outer else None}"
         params = with_parameters(params, label)
         if not self.sends_changes:
@@ -395,7 +396,7 @@ class LocalSGD:
             anchor = optax.apply_updates(fragment.anchor, step)
         elif self.sends_changes:
             anchor = jax.tree.map(lambda a, d: (a - d).astype(a.dtype), fragment.anchor, delta)
-        # The anchor has no -0: no update leads there from another number, as x + u is +0 then.
+        # Make -0 a +0: θ + u is -0 only if both are, so a rank with another θ cannot reach it.
         return jax.tree.map(lambda x: jnp.where(x == 0, jnp.zeros_like(x), x), anchor), outer
 
 

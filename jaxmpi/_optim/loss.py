@@ -108,7 +108,9 @@ def over_ranks(fun: Function, mean: Mean, weight: Weight | None) -> Function:
 # The derivative of an allreduce treats the parameters of each rank as separate variables, and gives
 # ∇f_r on rank r. But θ is one variable: it and its tangent are equal on all ranks. The identity
 # below has the mean over the ranks as its derivative. In forward mode, the mean of equal tangents
-# changes nothing; in reverse mode, the mean of the cotangents ∇f_r is ∇f.
+# changes nothing; in reverse mode, the mean of the cotangents ∇f_r is ∇f. For a sum, the transpose
+# of the allreduce has multiplied the cotangents by the number of ranks already, so that their mean
+# is Σ_r ∇f_r.
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

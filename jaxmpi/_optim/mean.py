@@ -68,8 +68,8 @@ class Traits(NamedTuple):
       argument: the argument that selects the mean, as errors name it, such as "op 'max'".
       weights: whether `update` may get a `weight`.
       functions: whether `update` may get functions of the parameters, such as `value_fn`.
-      loss_op: the reduction, "mean" or "sum", of the loss: of `value`, of `grad`, and of what those
-        functions return.
+      loss_op: the reduction, "mean" or "sum", of what travels beside the gradients (`value` and
+        `grad`), and of what those functions return.
       shards: whether the gradients may be shards of `fully_shard` over another axis.
       has_state: whether the mean keeps a state between its calls.
       one_order: whether the mean adds in an order that does not depend on the number of ranks and
@@ -89,7 +89,7 @@ class Traits(NamedTuple):
 
 
 class Mean(ABC):
-    """A way to form one tree from the trees of the ranks along an axis.
+    """A way to form one tree from the trees of the ranks along an axis: a mean or, say, a maximum.
 
     Subclasses other than `Weighted` are frozen dataclasses: a mean is the key under which its
     compiled programs are cached, so means with equal fields share them.

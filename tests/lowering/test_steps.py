@@ -12,15 +12,15 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._jit import analyze, program
-from jaxmpi._lowering import lower
+from jaxmpi._lowering import lower, plan
 from jaxmpi.testing import run_ranks
 
 STEPS = [
     (program, "trace"),
     (program, "analyze"),
     (analyze, "check_shards"),
-    (analyze, "fuse_means"),
     (analyze, "plan_of"),
+    (plan, "fuse_means"),
     (analyze, "entries_of"),
     (analyze, "control_equations"),
     (program, "Signature"),
