@@ -15,8 +15,8 @@
 namespace jaxmpi {
 namespace {
 
-// Messages sent ahead that are kept until a program takes them. A program that ends without its
-// last results takes some of them never.
+// Messages sent ahead that are kept until a program takes them. A program may end without taking
+// the last ones.
 constexpr size_t kMost = 64;
 constexpr int64_t kAlign = 64;  // bytes
 
@@ -94,8 +94,8 @@ void MessageQueue::fail_those_behind() {
   }
 }
 
-// Wake the program, and the threads whose turn it may be. A thread without a message sleeps on, or
-// every message at once would take a core from the program.
+// Wake the program, and the threads whose turn it may be: only a thread that has a message waiting.
+// Otherwise each message at once would wake both threads, and take a core from the program.
 void MessageQueue::wake() {
   ended_.notify_all();
   for (const Handle& message : messages_) {
@@ -104,8 +104,8 @@ void MessageQueue::wake() {
   }
 }
 
-// Forget the messages that have failed with a failure, because the program gets it now. One that
-// another thread waits for is its own.
+// Forget the messages that have failed with a failure, because the program gets it now. A thread
+// that still waits for one of them has its own handle.
 void MessageQueue::drop(const std::exception_ptr& failure) {
   const auto has_it = [&](const Handle& message) { return message->failure == failure; };
   messages_.erase(std::remove_if(messages_.begin(), messages_.end(), has_it), messages_.end());
@@ -252,7 +252,7 @@ void MessageQueue::forget_started(Lock& lock) {
       return started.message->state == State::InProgress;
     });
   });
-  // With what has failed, what was behind it.
+  // Drop each with the messages that failed because of it.
   while (!started_.empty()) {
     const Handle message = started_.front().message;
     started_.pop_front();

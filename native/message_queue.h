@@ -9,24 +9,26 @@
 //
 // The rule:
 //
-//   A message begins once all with smaller tickets have ended that hold it up. A message holds up
-//   all behind it, except that one sent ahead holds up none of another kind and transport.
+//   A message begins once every earlier one that holds it up has ended:
+//   - one that is started, or at once, holds up all later messages;
+//   - one that was sent ahead holds up the later ones sent ahead, and all later ones of its
+//   transport.
 //
 // A message that was sent ahead may take as long as many steps of the program, so it must not hold
 // up other transports. One thread carries the started messages, and another one those sent ahead:
 // each takes the oldest of its kind, in its turn. A message at once runs on the program's thread.
 //
-// Why a started message holds up all transports: the ranks compare their programs by the first
-// message to all of them. If they differ there, a rank whose next message goes to a group must not
-// begin it. A rank of the group may run a program without it, and wait for all ranks, so as to
-// describe the difference. Besides, MPI may allow one thread at a time (then nothing is sent
-// ahead), and the messages of a GPU share buffers.
+// Why a started message holds up all transports:
+// - The ranks compare their programs by the first message to all of them. If they differ there, a
+//   rank must not begin its next message, to a group: another rank of the group may run a program
+//   without it, and wait for all ranks, so as to describe the difference.
+// - MPI may allow one thread at a time. (Then nothing is sent ahead.)
+// - The messages of a GPU share buffers.
 //
 // Why it cannot deadlock: whatever waits here waits for smaller tickets only, be it a message for
-// its turn, or the program for a message that it has asked for before. Of all messages of the job
-// that some rank has not ended, take the first in the order of the program. Each of its ranks gets
-// to it, because all that the rank's program and threads wait for before it has ended; so all of
-// them carry it out, and it ends.
+// its turn, or the program for a message that it has asked for before. Let m be the first message,
+// in the order of the program, that some rank has not ended. All before m have ended on all ranks,
+// so none of m's ranks waits for anything else: each begins m, and m ends. By induction, all end.
 //
 // A failure fails the messages behind that the failed one holds up: none of them begins. This
 // follows from the order of the program alone, so it is the same on all ranks of a transport. The
