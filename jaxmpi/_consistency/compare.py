@@ -22,10 +22,13 @@ from jaxmpi._job.process.communicating_thread import ForkedError
 
 __all__ = [
     "check_consistent",
+    "compare_values_again",
     "describe",
     "gather_reports",
+    "has_compared_values",
     "has_run",
     "is_program",
+    "note_compared_values",
     "note_run",
     "raise_mismatch",
     "raise_on_all",
@@ -214,6 +217,22 @@ def has_run(backend: Ranks, fingerprint: int) -> bool:
 def note_run(backend: Ranks, fingerprint: int) -> None:
     """Note that the ranks have agreed on a program."""
     backend.registry.run.add(fingerprint)
+
+
+def has_compared_values(backend: Ranks, fingerprint: int) -> bool:
+    """Return whether the ranks have compared the values of arguments before this program."""
+    return fingerprint in backend.registry.values_compared
+
+
+def note_compared_values(backend: Ranks, fingerprint: int) -> None:
+    """Note that the ranks have compared the values of arguments before a program."""
+    backend.registry.values_compared.add(fingerprint)
+
+
+def compare_values_again(backend: Ranks) -> None:
+    """Have the next call of each step compare its arguments: all ranks have restored them."""
+    backend.registry.values_compared.clear()
+    backend.registry.restores += 1
 
 
 # fingerprints in words, for those who watch the ranks
