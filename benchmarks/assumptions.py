@@ -110,7 +110,7 @@ numbers = leaves[ARRAYS : ARRAYS + NUMBERS]
 indices = tuple(range(NUMBERS))
 packs = jax.jit(program.numbers._replace(indices=indices).pack)
 nothing = jax.jit(lambda leaves: jnp.zeros((), jnp.bool_))
-exchange = session.numbers()
+exchange = session.neighbors()
 assert exchange is not None
 watch = NumberWatch(backend, "benchmark", exchange)
 end = jax.block_until_ready(packs(numbers))

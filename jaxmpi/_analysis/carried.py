@@ -51,8 +51,8 @@ class CarriedState(NamedTuple):
       state: the inputs that replicated state is computed from.
       keys: PRNG keys on which further state depends.
       with_equal_keys: the inputs that must be equal, too, if these keys are equal on all ranks.
-      numbers: the inputs of one element from which `state` is computed after a mean, such as a
-        learning rate or a count.
+      numbers: the inputs of one element from which replicated state is computed after a mean, and
+        which no mean updates themselves, such as a learning rate or a count.
     """
 
     state: tuple[int, ...]
@@ -233,11 +233,12 @@ def carried_state(
     allowed = equal & ~keys
     # A value that was reduced in groups may be equal on all ranks after a second reduction.
     grouped: list[bool] = []
-    found, found_with_keys, its_keys = 0, 0, 0
+    found, found_with_keys, its_keys, trained = 0, 0, 0, 0
     for pair in candidates:
         origin = origins[pair.output]
         if not origin.after_mean or isinstance(inner.outvars[pair.output], Literal):
             continue
+        trained |= 1 << pair.source
         others = origin.direct & ~(allowed | keys)
         if others & ~tokens.group:
             continue
@@ -259,7 +260,7 @@ def carried_state(
         _indices(found & state),
         _indices(its_keys),
         _indices(found_with_keys & ~found & state),
-        _indices(found & numbers),
+        _indices(found & numbers & ~trained),
     )
 
 

@@ -133,8 +133,11 @@ class Executor(ABC):
         self._is_first_call = True  # until a call has run a program with collectives
         self._restores = backend.registry.restores  # after which arguments were compared
         self._numbers: NumberWatch | None = None
-        self._found: Sequence[Finding] = ()  # about numbers, and not raised yet
-        exchange, is_wanted = session.numbers(), is_checked("unequal_number", function.allowed)
+        self._found: Sequence[Finding] = ()  # and not raised yet
+        exchange = session.neighbors()
+        is_wanted = any(
+            is_checked(name, function.allowed) for name in ("unequal_start", "unequal_number")
+        )
         if exchange is not None and function.calls is None and is_wanted:
             self._numbers = NumberWatch(backend, function.title, exchange)
             self._found = exchange.found

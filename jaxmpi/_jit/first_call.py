@@ -15,6 +15,7 @@ rank alone.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.base import fingerprint_of
@@ -30,6 +31,7 @@ from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Program, Start
+from jaxmpi._job.monitor.neighbor_exchange import At
 from jaxmpi._world import session
 
 __all__ = ["compare", "compare_arguments"]
@@ -53,7 +55,11 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
       RankMismatchError: as in `compare_arguments`.
     """
     call = program.compared_call
-    sums = compare_arguments(backend, program, leaves) if call else {}
+    sums: dict[str, int] = {}
+    if call and has_compared_values(backend, call.fingerprint):
+        _compare_later(backend, program, leaves)
+    elif call:
+        sums = compare_arguments(backend, program, leaves)
     if not program.forgotten_mean and not (program.batch and call):
         return
     title, inputs = program.function.title, program.inputs(leaves)
@@ -151,17 +157,53 @@ def _compare_state(
         raise mismatch_of(programs)
     # All ranks are about to run this program.
     everyone = [dict(report.details["state"]) for report in reports]
+    names, ranks = _unequal_state(start, everyone)
+    return Finding("unequal_start", program.function.title, names, ranks) if names else None
+
+
+class _State(NamedTuple):
+    """State before a call, which the monitors compare with that of the next rank: a `Stream`."""
+
+    title: str
+    start: Start
+
+    def difference(self, mine: Checksums, theirs: Checksums, rank: int) -> Finding | None:
+        """Return the finding for the checksums of this rank and of rank `rank`."""
+        names, _ = _unequal_state(self.start, [mine, theirs])
+        return Finding("unequal_start", self.title, names, [rank]) if names else None
+
+    def send_last(self) -> None:
+        """Do nothing: it is about one call."""
+
+
+def _compare_later(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
+    """Have the monitors compare the state before the first call of another function.
+
+    The ranks have run such a program before, so this may be no first call on some of them: nobody
+    waits.
+    """
+    exchange, start = session.neighbors(), program.start
+    if exchange is None or start is None:
+        return
+    inputs, sums = program.inputs(leaves), {}
+    for name in (*start.state, *start.keys, *start.with_equal_keys):
+        sums[name] = values.checksum(inputs[name])
+    at = At(exchange.errors, exchange.calls, program.function.title)
+    exchange.add(_State(program.function.title, start), at, sums)
+
+
+def _unequal_state(start: Start, everyone: Sequence[Checksums]) -> tuple[list[str], list[int]]:
+    """Return the names of inputs that must be equal and are not, and the ranks that differ."""
     compared = start.state
     if not any(_outliers(everyone, name) for name in start.keys):
         compared = (*compared, *start.with_equal_keys)
-    names, ranks = [], set()
+    names: list[str] = []
+    ranks: set[int] = set()
     for name in compared:
         if differ := _outliers(everyone, name):
             names.append(name.rpartition(": ")[0] or name)
             ranks.update(differ)
-    if not names:
-        return None
-    return Finding("unequal_start", program.function.title, names, sorted(ranks))
+    return names, sorted(ranks)
 
 
 def _outliers(everyone: Sequence[Checksums], name: str) -> list[int]:

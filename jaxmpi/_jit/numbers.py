@@ -6,7 +6,7 @@ nothing differs at all.
 
 A program returns its numbers beside its outputs, in the array `end` that tells when it has ended
 (`Numbers.pack`). The executor notes each call's `end` (`NumberWatch`). It reads that of every
-EVERY-th call, once it is ready, and gives it to `_job.monitor.number_exchange`, which compares it
+EVERY-th call, once it is ready, and gives it to `_job.monitor.neighbor_exchange`, which compares it
 with the neighbors' without waiting for them. If it differs, each rank raises at its next call.
 
     call b      a rank changes a number
@@ -28,7 +28,7 @@ from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency.compare import raise_on_all
 from jaxmpi._consistency.findings import MAX_LEAVES, Finding
-from jaxmpi._job.monitor.number_exchange import At, NumberExchange
+from jaxmpi._job.monitor.neighbor_exchange import At, NeighborExchange
 
 __all__ = ["NumberWatch", "Numbers"]
 
@@ -117,7 +117,7 @@ def _agree(a: np.generic, b: np.generic, dtype: np.dtype) -> bool:
 class NumberWatch:
     """The numbers of one step's calls: a `Stream` of the exchange."""
 
-    def __init__(self, backend: Processes, title: str, exchange: NumberExchange) -> None:
+    def __init__(self, backend: Processes, title: str, exchange: NeighborExchange) -> None:
         self._backend, self._title, self._exchange = backend, title, exchange
         self._calls, self._due = 0, 1  # the calls so far, and the one at which to do something
         # Errors and calls of the exchange, and `end`: of the last call, and of one to compare

@@ -19,7 +19,7 @@ from jaxmpi._errors import NotInitializedError, RankCountError
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.live import Live
 from jaxmpi._job.monitor.monitor import Monitor
-from jaxmpi._job.monitor.number_exchange import NumberExchange
+from jaxmpi._job.monitor.neighbor_exchange import NeighborExchange
 from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._job.monitor.watchdog import Watchdog
 from jaxmpi._lowering.explain import Speed
@@ -37,7 +37,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "monitor",
-    "numbers",
+    "neighbors",
     "preemption",
     "rank",
     "ranks_unknown_to_jax",
@@ -69,7 +69,8 @@ class Session:
       backend: the ranks; a forked child has a copy that refuses to communicate.
       world: what `init` returned.
       monitor: the thread that watches the other ranks, where there are any.
-      numbers: the comparison of numbers with the neighbors, where the monitors exchange messages.
+      neighbors: the comparison of values with those of the neighbors, where the monitors exchange
+        messages.
       preemption: how SIGTERM stops the ranks, by the monitor or without one.
       speed: of messages between the ranks, once `explain` has measured it.
       pmaps: the lines that have called a `jax.pmap`.
@@ -81,7 +82,7 @@ class Session:
     backend: Ranks
     world: World
     monitor: Monitor | None = None
-    numbers: NumberExchange | None = None
+    neighbors: NeighborExchange | None = None
     preemption: Preemption | None = None
     speed: Speed | None = None
     pmaps: set[str] = field(default_factory=set)
@@ -108,7 +109,7 @@ def watch(backend: MpiRanks) -> None:
     monitor = _session.monitor = Monitor(backend)
     if monitor.listening:
         # Its messages may arrive as soon as the thread runs on all ranks.
-        _session.numbers = NumberExchange(monitor)
+        _session.neighbors = NeighborExchange(monitor)
         _session.preemption = Preemption(monitor, backend.place.size, backend.place.rank)
         monitor.start()
         # These live in the monitor, which calls them.
@@ -189,9 +190,9 @@ def monitor() -> Monitor | None:
     return watching if watching is not None and watching.listening else None
 
 
-def numbers() -> NumberExchange | None:
-    """Return the comparison of numbers with the neighbors; None without a monitor that can talk."""
-    return None if _session is None else _session.numbers
+def neighbors() -> NeighborExchange | None:
+    """Return the comparison of values with the neighbors; None without a monitor that can talk."""
+    return None if _session is None else _session.neighbors
 
 
 def preemption() -> Preemption:

@@ -1,25 +1,25 @@
-"""Numbers that must be equal on all ranks, compared between neighbors by their monitors.
+"""Values that must be equal on all ranks, compared between neighbors by their monitors.
 
-A step returns its numbers, such as the learning rate, beside its outputs. At the same call of the
-step each rank sends them to the rank before it, which compares them with its own. If any rank
-differs from another one, then so do two neighbors, and one of these tells all ranks.
+At the same call each rank sends its values, such as the learning rate of a step, to the rank before
+it, which compares them with its own. If any rank differs from another one, then so do two
+neighbors, and one of these tells all ranks.
 
 No rank waits for another one. The ranks are not at the same call when they are told, so each raises
 the error at its next call (`_jit.numbers`), or ends the job at the end of its script.
 """
 
 import threading
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxmpi._consistency.findings import Finding
 from jaxmpi._job.monitor.monitor import Monitor
 
-__all__ = ["At", "NumberExchange", "Stream"]
+__all__ = ["At", "NeighborExchange", "Stream"]
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_KEPT = 64  # calls whose numbers only one side has, and streams whose last call is compared
+MAX_KEPT = 64  # calls whose values only one side has, and streams whose last call is compared
 
 
 class At(NamedTuple):
@@ -28,23 +28,25 @@ class At(NamedTuple):
     Attributes:
       errors: the number of errors before, which all ranks have raised together.
       call: the number of calls since then.
+      subject: the values of the call.
     """
 
     errors: int
     call: int
+    subject: str = "numbers"
 
 
 class Stream(Protocol):
     """The calls of one step on this rank."""
 
-    def difference(self, mine: bytes, theirs: bytes, rank: int) -> Finding | None:
-        """Return the finding for numbers of this rank and of rank `rank`; None if they agree."""
+    def difference(self, mine: Any, theirs: Any, rank: int) -> Finding | None:
+        """Return the finding for values of this rank and of rank `rank`; None if they agree."""
 
     def send_last(self) -> None:
         """Add the numbers of the last call to the exchange."""
 
 
-class NumberExchange:
+class NeighborExchange:
     """This rank's part in the comparison.
 
     Attributes:
@@ -61,11 +63,11 @@ class NumberExchange:
         self._rank, self._size = monitor.backend.place.rank, monitor.backend.place.size
         self._lock = threading.Lock()
         self._streams: dict[int, Stream] = {}
-        self._mine: dict[At, tuple[bytes, Stream]] = {}
-        self._theirs: dict[At, bytes] = {}  # of the next rank
+        self._mine: dict[At, tuple[object, Stream]] = {}
+        self._theirs: dict[At, object] = {}  # of the next rank
         self._leaving = False
-        monitor.topics["numbers"] = self._on_numbers
-        monitor.topics["numbers differ"] = self._on_finding
+        monitor.topics["neighbor"] = self._on_values
+        monitor.topics["neighbors differ"] = self._on_finding
         monitor.at_end.append(self._at_end)
         monitor.at_last.append(self._unraised)
 
@@ -74,23 +76,23 @@ class NumberExchange:
         with self._lock:
             _keep(self._streams, id(stream), stream)
 
-    def add(self, stream: Stream, at: At, numbers: bytes) -> None:
-        """Compare the numbers of a call with those of the neighbors, once they have theirs."""
+    def add(self, stream: Stream, at: At, values: object) -> None:
+        """Compare the values of a call with those of the neighbors, once they have theirs."""
         if self._rank > 0:
-            self._monitor.send(self._rank - 1, "numbers", (at, numbers))
+            self._monitor.send(self._rank - 1, "neighbor", (at, values))
         if self._rank < self._size - 1:
             with self._lock:
-                _keep(self._mine, at, (numbers, stream))
+                _keep(self._mine, at, (values, stream))
             self._compare(at)
 
-    def _on_numbers(self, rank: int, message: tuple[At, bytes]) -> None:
-        at, numbers = message
+    def _on_values(self, rank: int, message: tuple[At, object]) -> None:
+        at, values = message
         with self._lock:
-            _keep(self._theirs, at, numbers)
+            _keep(self._theirs, at, values)
         self._compare(at)
 
     def _compare(self, at: At) -> None:
-        """Compare the numbers of a call if both ranks' are here, and tell all ranks."""
+        """Compare the values of a call if both ranks' are here, and tell all ranks."""
         with self._lock:
             if at not in self._mine or at not in self._theirs:
                 return
@@ -100,7 +102,7 @@ class NumberExchange:
             return
         # A rank that leaves sends no more; then the others leave, too, and this one ends the job.
         if not self._leaving:
-            self._monitor.send_all("numbers differ", (at, finding))
+            self._monitor.send_all("neighbors differ", (at, finding))
         self._on_finding(self._rank, (at, finding))
 
     def _on_finding(self, rank: int, message: tuple[At, Finding]) -> None:
