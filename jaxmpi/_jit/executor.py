@@ -151,8 +151,7 @@ class Executor(ABC):
         if self._calls is not None:
             self._calls.begin(self._ends)
         if self._found and self._numbers is not None:
-            self._take_the_turn()
-            self._numbers.raise_found()
+            self._raise_found(self._numbers, args, kwargs)
         if self._is_first_call:
             program, run, leaves, _ = self._programs.find(args, kwargs)
             first = program, self._is_unseen(program)
@@ -229,6 +228,23 @@ class Executor(ABC):
         program.forgotten_mean, program.batch = None, ()
         # last, because the comparison may raise
         self._is_first_call = not program.compared_call
+
+    def _raise_found(
+        self, numbers: NumberWatch, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
+        """Raise what the monitors have found, on all ranks.
+
+        Another rank may have raised it while a program of this rank was under way. Then that
+        program has failed, and its error is raised here.
+        """
+        self._take_the_turn()
+        try:
+            jax.block_until_ready(self._ends.get(get_ident()))
+        except jax.errors.JaxRuntimeError as error:
+            numbers.note_error()
+            self._explain(error, args, kwargs)
+            raise
+        numbers.raise_found()
 
     def _compare_restored(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
         """Compare the arguments of the first call after a restore."""
