@@ -109,10 +109,26 @@ def _combined(operands: Sequence[Origin]) -> Origin:
 
 
 def _select(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
-    """Return the origin of `where(predicate, x, y)`: the predicate is no data."""
+    """Return the origin of `where(predicate, x, y)`."""
     predicate, *cases = operands
-    found = _combined(cases)
-    return [found._replace(direct=found.direct | predicate.direct)]
+    return [_decided(_combined(cases), predicate)]
+
+
+def _after_inner(eqn: JaxprEqn, operands: list[Origin], results: list[Origin]) -> list[Origin]:
+    """Return the origins of a branch's results, which its predicate has selected."""
+    if op_of(eqn) is not Op.COND:
+        return results
+    return [_decided(result, operands[0]) for result in results]
+
+
+def _decided(value: Origin, predicate: Origin) -> Origin:
+    """Return the origin of a value that a predicate has selected.
+
+    A predicate is no data: a value does not depend on a mean only because that decides. But what
+    decides whether a mean is applied, such as a flag, must be equal on all ranks.
+    """
+    applied = value.applied | predicate.direct if value.after_mean else value.applied
+    return Origin(value.direct | predicate.direct, applied, value.after_mean)
 
 
 def _is_decision(eqn: JaxprEqn) -> bool:
@@ -174,6 +190,7 @@ def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
             Op.SELECT: _select,
         },
         otherwise=local,
+        after_inner=_after_inner,
     )
 
 

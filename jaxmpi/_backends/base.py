@@ -163,6 +163,8 @@ class Registry:
     uneven_shard: str = ""
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
     kept: int = 0  # errors so far
+    # what this rank is about to raise on all ranks, for `_consistency.compare`
+    raising: Exception | None = None
 
     def keep(self, error: Exception) -> str:
         """Keep an error that XLA will carry as text; return the mark to put into the text."""

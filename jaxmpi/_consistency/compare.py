@@ -30,6 +30,7 @@ __all__ = [
     "is_program",
     "note_compared_values",
     "note_run",
+    "raise_found",
     "raise_mismatch",
     "raise_on_all",
     "raising_on_all",
@@ -71,6 +72,20 @@ def raise_on_all(backend: Ranks, function: str, error: Exception) -> NoReturn:
             Call.of(function, f"{function} {text}"),
             lambda: {"sent": [f"nothing: {text}"]},
         )
+    raise error
+
+
+def raise_found(backend: Ranks, error: RankMismatchError) -> NoReturn:
+    """Raise what this rank has found about the ranks, on all of them.
+
+    Those that are in a collective get the same error there, in whichever message they are.
+    """
+    backend.registry.raising = error
+    try:
+        # If all ranks raise the same, this returns; otherwise it raises what the first one does.
+        check_consistent(backend, Call.of(error.function, f"{error.function} {error}"))
+    finally:
+        backend.registry.raising = None
     raise error
 
 
@@ -117,6 +132,9 @@ def gather_reports(
         details["at"] = [line]
     if hint := uneven_shard(backend):
         details["shard"] = [hint]
+    error = backend.registry.raising
+    if isinstance(error, RankMismatchError):
+        details["found"] = [(error.what, error.advice, error.function, error.leaf, error.ranks)]
     return backend.gather_details(Report(call, details, message), ranks)
 
 

@@ -26,9 +26,8 @@ from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.interface import Processes
-from jaxmpi._consistency.compare import check_consistent
+from jaxmpi._consistency.compare import raise_found
 from jaxmpi._consistency.findings import MAX_LEAVES, Finding
-from jaxmpi._consistency.mismatch import Call
 from jaxmpi._job.monitor.neighbor_exchange import At, NeighborExchange
 
 __all__ = ["NumberWatch", "Numbers"]
@@ -182,12 +181,7 @@ class NumberWatch:
         if finding is None:
             return
         self.note_error()
-        error = finding.error()
-        parts = (error.what, error.advice, error.function, error.leaf, error.ranks)
-        # If all ranks raise the same, this returns; otherwise it raises what the first one does.
-        call = Call.of(self._title, f"{self._title} {error}")
-        check_consistent(self._backend, call, lambda: {"found": [parts]})
-        raise error
+        raise_found(self._backend, finding.error())
 
     def note_error(self) -> None:
         """Note that a call raises an error on all ranks."""
