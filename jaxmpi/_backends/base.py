@@ -163,6 +163,7 @@ class Registry:
     uneven_shard: str = ""
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
     kept: int = 0  # errors so far
+    mismatches: int = 0  # that all ranks have reported to each other so far
     # what this rank is about to raise on all ranks, for `_consistency.compare`
     raising: Exception | None = None
 

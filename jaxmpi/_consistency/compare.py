@@ -86,6 +86,7 @@ def raise_found(backend: Ranks, error: RankMismatchError) -> NoReturn:
         check_consistent(backend, Call.of(error.function, f"{error.function} {error}"))
     finally:
         backend.registry.raising = None
+    backend.registry.mismatches += 1
     raise error
 
 
@@ -125,6 +126,8 @@ def gather_reports(
       message: in a program, the message that this rank is about to send.
       ranks: the group that exchanges reports; all ranks by default.
     """
+    if not ranks:
+        backend.registry.mismatches += 1
     details = dict(details)
     in_program = (call.program or call.fingerprint) in backend.registry.programs
     # A program has source lines of its own. Any other call has not returned yet.

@@ -114,6 +114,10 @@ def _agree(a: np.generic, b: np.generic, dtype: np.dtype) -> bool:
     return bool(np.isclose(a, b, rtol=relative, atol=0, equal_nan=True))
 
 
+def _is_ready(x: jax.Array) -> bool:
+    return bool(x.is_ready())  # type: ignore[attr-defined]
+
+
 class NumberWatch:
     """The numbers of one step's calls: a `Stream` of the exchange."""
 
@@ -129,7 +133,7 @@ class NumberWatch:
         if not end.ndim:
             return
         exchange = self._exchange
-        exchange.calls += 1
+        exchange.count()
         self._calls += 1
         self._last = exchange.errors, exchange.calls, end
         if self._calls >= self._due:
@@ -139,7 +143,7 @@ class NumberWatch:
         """Send the numbers of the call that was kept, and keep this one."""
         if self._kept is None:
             self._exchange.watch(self)
-        elif not self._kept[2].is_ready():  # many programs are under way: look again
+        elif not _is_ready(self._kept[2]):  # many programs are under way: look again
             self._due = self._calls + 1
             return
         else:

@@ -26,7 +26,7 @@ class At(NamedTuple):
     """A call of a program with collectives, which all ranks make in one order.
 
     Attributes:
-      errors: the number of errors before, which all ranks have raised together.
+      errors: the number of mismatches before, which all ranks have reported to each other.
       call: the number of calls since then.
       subject: the values of the call.
     """
@@ -50,8 +50,7 @@ class NeighborExchange:
     """This rank's part in the comparison.
 
     Attributes:
-      calls: of programs with collectives, of all streams, since the last error.
-      errors: as in `At`.
+      calls, errors: as in `At`.
       found: what was found and not yet raised on this rank.
     """
 
@@ -59,7 +58,7 @@ class NeighborExchange:
         self.calls = self.errors = 0
         self.found: list[Finding] = []
         self.poll = monitor.poll
-        self._monitor = monitor
+        self._monitor, self._registry = monitor, monitor.backend.registry
         self._rank, self._size = monitor.backend.place.rank, monitor.backend.place.size
         self._lock = threading.Lock()
         self._streams: dict[int, Stream] = {}
@@ -109,8 +108,14 @@ class NeighborExchange:
         at, finding = message
         with self._lock:
             # Several ranks may tell the same; what was raised already is no news.
-            if at.errors == self.errors and finding not in self.found:
+            if at.errors == self._registry.mismatches and finding not in self.found:
                 self.found.append(finding)
+
+    def count(self) -> None:
+        """Count a call of a program with collectives."""
+        if self.errors != self._registry.mismatches:
+            self.errors, self.calls = self._registry.mismatches, 0
+        self.calls += 1
 
     def take(self) -> Finding | None:
         """Return a finding for this rank to raise, once."""
@@ -118,13 +123,13 @@ class NeighborExchange:
             return self.found.pop(0) if self.found else None
 
     def note_error(self) -> None:
-        """Note that a call raises an error on all ranks.
+        """Note that a call raises a mismatch, as on all ranks.
 
         It counts on some of them, and not on others, so they begin to count again. What was found
         until now is dropped: it is this error.
         """
         with self._lock:
-            self.errors, self.calls = self.errors + 1, 0
+            self.errors, self.calls = self._registry.mismatches, 0
             self.found.clear()
 
     def _at_end(self, reason: str) -> None:
