@@ -145,13 +145,14 @@ def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
     """
 
     def local(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
-        if _is_decision(eqn):
-            found = _join(operands)._replace(after_mean=False)
-        else:
-            found = _combined(operands)
+        direct, applied, after_mean = _join(operands)
+        if after_mean and _is_decision(eqn):
+            after_mean = False
+        elif after_mean:
+            applied |= direct
         if calls_python(eqn):
-            found = found._replace(direct=found.direct | tokens.rank)
-        return [found] * len(eqn.outvars)
+            direct |= tokens.rank
+        return [Origin(direct, applied, after_mean)] * len(eqn.outvars)
 
     def collective(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
         if kind(eqn) != "collective":  # over array axes: those of a vmap inside
