@@ -16,6 +16,7 @@ with the neighbors' without waiting for them. If it differs, each rank raises at
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -118,6 +119,15 @@ def _is_ready(x: jax.Array) -> bool:
     return bool(x.is_ready())  # type: ignore[attr-defined]
 
 
+def _has_failed(x: jax.Array) -> bool:
+    """Wait for a program, and return whether it has failed."""
+    try:
+        x.block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
+
+
 class NumberWatch:
     """The numbers of one step's calls: a `Stream` of the exchange."""
 
@@ -133,7 +143,7 @@ class NumberWatch:
         if not end.ndim:
             return
         exchange = self._exchange
-        exchange.count()
+        exchange.count(partial(_has_failed, end))
         self._calls += 1
         self._last = exchange.errors, exchange.calls, end
         if self._calls >= self._due:

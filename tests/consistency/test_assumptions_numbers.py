@@ -49,7 +49,7 @@ def transformed(wrap, jit=jaxmpi.jit, **options):
     for i in range(CHANGED + 100):
         if is_changed(i):
             state = optax.tree.set(state, learning_rate=jnp.float32(0.01))
-        params, state = step(params, state, batch())
+        params, state = jax.block_until_ready(step(params, state, batch()))
 
 
 def as_argument(kind):
@@ -62,7 +62,8 @@ def as_argument(kind):
 
     params = start()
     for i in range(CHANGED + 100):
-        params = step(params, batch(), kind(0.01 if is_changed(i) else 0.1))
+        rate = kind(0.01 if is_changed(i) else 0.1)
+        params = jax.block_until_ready(step(params, batch(), rate))
 
 
 def flag():
@@ -75,7 +76,7 @@ def flag():
 
     params = start()
     for i in range(CHANGED + 100):
-        params = step(params, batch(), not is_changed(i))
+        params = jax.block_until_ready(step(params, batch(), not is_changed(i)))
 
 
 def reset():
@@ -92,7 +93,7 @@ def reset():
     for i in range(CHANGED + 100):
         if i == CHANGED and jaxmpi.rank() == 1:
             state = tx.init(params)
-        params, state = step(params, state, batch())
+        params, state = jax.block_until_ready(step(params, state, batch()))
 
 
 def in_nnx():
@@ -110,6 +111,7 @@ def in_nnx():
             rate = optimizer.opt_state.hyperparams["learning_rate"]
             rate[...] = rate[...] * 0.1
         step(model, optimizer, batch())
+        jax.block_until_ready(nnx.state(model))
 
 
 def in_pmap():
@@ -126,7 +128,7 @@ def in_pmap():
     for i in range(CHANGED + 100):
         if is_changed(i):
             state = optax.tree.set(state, learning_rate=jnp.float32([0.01]))
-        params, state = step(params, state, batch()[None])
+        params, state = jax.block_until_ready(step(params, state, batch()[None]))
 
 
 def two_steps():
@@ -144,7 +146,7 @@ def two_steps():
     params = start()
     for i in range(CHANGED + 100):
         params = other(params, batch(), 0.1)
-        params = step(params, batch(), 0.01 if is_changed(i) else 0.1)
+        params = jax.block_until_ready(step(params, batch(), 0.01 if is_changed(i) else 0.1))
 
 
 RATE = r"hyperparams\['learning_rate'\]"
@@ -176,12 +178,13 @@ CHANGES = {
 
 def check_change(name):
     call, leaf = CHANGES[name]
-    with pytest.raises(jaxmpi.RankMismatchError) as caught:
+    # A program that is under way when another rank raises fails: JAX raises where it is read.
+    with pytest.raises((jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError)) as caught:
         call()
     text = str(caught.value)
-    assert re.match(rf"step: [^:]*{leaf}[^:]* differ between the ranks: .* on rank \d and", text), (
-        text
-    )
+    assert re.search(
+        rf"step: [^:]*{leaf}[^:]* differ between the ranks: .* on rank \d and", text
+    ), text
     assert 'allow="unequal_number"' in text
     jaxmpi.barrier()  # all ranks have raised
 

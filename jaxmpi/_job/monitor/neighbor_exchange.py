@@ -9,6 +9,7 @@ the error at its next call (`_jit.numbers`), or ends the job at the end of its s
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxmpi._consistency.findings import Finding
@@ -111,9 +112,17 @@ class NeighborExchange:
             if at.errors == self._registry.mismatches and finding not in self.found:
                 self.found.append(finding)
 
-    def count(self) -> None:
-        """Count a call of a program with collectives."""
+    def count(self, has_failed: Callable[[], bool]) -> None:
+        """Count a call of a program with collectives.
+
+        Args:
+          has_failed: waits for the program, and returns whether it has failed.
+        """
         if self.errors != self._registry.mismatches:
+            # The ranks begin to count again after a mismatch. On a rank whose programs are under
+            # way for long, some more calls fail by it, which others do not make.
+            if has_failed():
+                return
             self.errors, self.calls = self._registry.mismatches, 0
         self.calls += 1
 
