@@ -103,15 +103,24 @@ def _join(values: Sequence[Origin]) -> Origin:
 
 
 def _combined(operands: Sequence[Origin]) -> Origin:
-    """Return the origin of a value that is computed from these."""
+    """Return the origin of a value that is computed from these.
+
+    An operand meets the result of a collective in another operand. One operand may be such a result
+    or an input, as after a branch, and then nothing has met.
+    """
     direct, applied, after_mean = _join(operands)
-    return Origin(direct, applied | direct if after_mean else applied, after_mean)
+    if after_mean:
+        means = [operand.after_mean for operand in operands]
+        for i, operand in enumerate(operands):
+            if operand.direct and (any(means[:i]) or any(means[i + 1 :])):
+                applied |= operand.direct
+    return Origin(direct, applied, after_mean)
 
 
 def _select(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
     """Return the origin of `where(predicate, x, y)`."""
     predicate, *cases = operands
-    return [_decided(_combined(cases), predicate)]
+    return [_decided(_join(cases), predicate)]
 
 
 def _after_inner(eqn: JaxprEqn, operands: list[Origin], results: list[Origin]) -> list[Origin]:
@@ -145,14 +154,12 @@ def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
     """
 
     def local(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
-        direct, applied, after_mean = _join(operands)
-        if after_mean and _is_decision(eqn):
-            after_mean = False
-        elif after_mean:
-            applied |= direct
+        found = _combined(operands)
+        if found.after_mean and _is_decision(eqn):
+            found = _join(operands)._replace(after_mean=False)
         if calls_python(eqn):
-            direct |= tokens.rank
-        return [Origin(direct, applied, after_mean)] * len(eqn.outvars)
+            found = found._replace(direct=found.direct | tokens.rank)
+        return [found] * len(eqn.outvars)
 
     def collective(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
         if kind(eqn) != "collective":  # over array axes: those of a vmap inside
@@ -256,7 +263,11 @@ def carried_state(
         origin = origins[pair.output]
         if not origin.after_mean or isinstance(inner.outvars[pair.output], Literal):
             continue
-        trained |= 1 << pair.source
+        # The mean of what was there before, or in a branch that itself, is no update of it.
+        source = 1 << pair.source
+        if origin.direct & source and not origin.applied & source:
+            continue
+        trained |= source
         others = origin.direct & ~(allowed | keys)
         if others & ~tokens.group:
             continue

@@ -424,6 +424,27 @@ def averaged_at_each_call():
     return step, (unequal_start(), batch())
 
 
+def averaged_now_and_then():
+    """A function that only averages, at some calls."""
+
+    def step(params, due):
+        return jax.tree.map(
+            lambda x: jax.lax.cond(due > 0, jaxmpi.tree_allreduce, lambda x: x, x) * 1.0, params
+        )
+
+    return jaxmpi.jit(step, replicated_argnums=1), (unequal_start(), jnp.int32(0))
+
+
+def mean_beside_an_argument():
+    """The output has the shape of an argument, and is not its next value."""
+
+    def step(x, y, due):
+        return y + jax.lax.cond(due > 0, jaxmpi.tree_allreduce, lambda x: x, x)
+
+    x = jnp.ones(3) * jaxmpi.rank()
+    return jaxmpi.jit(step, replicated_argnums=2), (x, 2 * x, jnp.int32(1))
+
+
 def weighted():
     def step(params, count, x):
         n = jnp.float32(len(x))
@@ -470,6 +491,8 @@ MAY_DIFFER = {
     "coupled chains, raw keys": lambda: coupled_chains(True),
     "averaged models": averaged_models,
     "averaged at each call": averaged_at_each_call,
+    "averaged now and then": averaged_now_and_then,
+    "a mean beside an argument": mean_beside_an_argument,
     "weighted": weighted,
     "environment": local_environment,
     "gradients": gradients_alone,
