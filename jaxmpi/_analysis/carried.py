@@ -255,7 +255,13 @@ def carried_state(
 
     facts = [Origin(1 << i) for i in range(count)]
     origins = propagate(_analysis(tokens, equal), jaxpr, facts, visit)
-    allowed = equal & ~keys
+    # Only what its next value is computed from is state: gradients that are averaged are not.
+    carried = (1 << captured) - 1
+    for pair in candidates:
+        origin = origins[pair.output]
+        carried |= (origin.direct | origin.applied) & 1 << pair.source
+    state &= carried
+    allowed = (state | numbers) & ~keys
     # A value that was reduced in groups may be equal on all ranks after a second reduction.
     grouped: list[bool] = []
     found, found_with_keys, its_keys, trained = 0, 0, 0, 0

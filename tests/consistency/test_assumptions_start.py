@@ -445,6 +445,17 @@ def mean_beside_an_argument():
     return jaxmpi.jit(step, replicated_argnums=2), (x, 2 * x, jnp.int32(1))
 
 
+def residuals():
+    """Gradients are averaged, and what the average lacks of a rank's own is kept."""
+
+    def step(grads, state):
+        sums = jax.tree.map(jnp.add, grads, state["residual"])
+        means = jaxmpi.tree_allreduce(sums)
+        return means, {"residual": jax.tree.map(jnp.subtract, sums, means)}
+
+    return step, (unequal_start(), {"residual": jax.tree.map(jnp.zeros_like, start())})
+
+
 def weighted():
     def step(params, count, x):
         n = jnp.float32(len(x))
@@ -493,6 +504,7 @@ MAY_DIFFER = {
     "averaged at each call": averaged_at_each_call,
     "averaged now and then": averaged_now_and_then,
     "a mean beside an argument": mean_beside_an_argument,
+    "residuals": residuals,
     "weighted": weighted,
     "environment": local_environment,
     "gradients": gradients_alone,
