@@ -198,6 +198,7 @@ def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
             Op.SELECT: _select,
         },
         otherwise=local,
+        constants=BOTTOM,  # tables are equal on all ranks, as literals are
         after_inner=_after_inner,
     )
 
