@@ -24,7 +24,7 @@ if [[ $which == hosts ]]; then
   run "$bin/python" benchmarks/prediction.py --mbit 1000
   exit $failed
 fi
-for name in dispatch allreduce train_step overhead prediction optimizers codec_times first_call fsdp; do
+for name in dispatch allreduce train_step overhead prediction optimizers codec_times first_call fsdp assumptions; do
   run "$bin/jaxmpi" run -n 2 "benchmarks/$name.py" "$@"
 done
 run "$bin/jaxmpi" run -n 4 benchmarks/first_call.py "$@"

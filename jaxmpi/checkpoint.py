@@ -16,6 +16,7 @@ from jaxmpi._checkpoint.agreement import (
 )
 from jaxmpi._checkpoint.saving import Saves
 from jaxmpi._collectives.objects import untraced
+from jaxmpi._consistency.compare import compare_values_again
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit.api import local
 from jaxmpi._leaves import PyTree
@@ -226,6 +227,7 @@ def restore(
         except CheckpointError:  # a run that saves may have removed it: then look again
             if tries == 1 or backend.broadcast_object(folder.exists(), 0):
                 raise
+    compare_values_again(backend)
     if warning and backend.place.rank == 0:
         warnings.warn(f"restore: {folder}: {warning}.", stacklevel=2)
     if not partial:  # a partial restore begins another run, or ends this one

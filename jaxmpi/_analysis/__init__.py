@@ -15,6 +15,7 @@ text            equations as text
 Analyses, each a lattice of facts with rules by primitive, or a slice:
 replication     values that may differ between the ranks, and branches that would deadlock
 forgotten_mean  train state that starts to differ because a mean was forgotten
+carried         state and numbers that must be equal, by how a mean updates the state
 shards          optimizers that combine several elements of a shard
 constant_sums   sums of constants that all ranks know, which are not sent
 control_slice   the computations that control messages, and must be equal on all ranks

@@ -58,6 +58,8 @@ class Op(Enum):
     SWAP = auto()
     ADD_UPDATE = auto()
     FREEZE = auto()
+    # PRNG keys
+    MAKE_KEY = auto()  # keys from the numbers that are in them
     # calls of Python or of foreign code
     CALLBACK = auto()
     # arithmetic, see ARITHMETIC
@@ -190,6 +192,8 @@ PRIMITIVES: dict[str, Properties] = {
     "swap": Properties(Op.SWAP),
     "addupdate": Properties(Op.ADD_UPDATE),
     "freeze": Properties(Op.FREEZE),
+    # PRNG keys
+    "random_wrap": Properties(Op.MAKE_KEY),
     # calls of Python functions and of foreign code
     "pure_callback": Properties(Op.CALLBACK, CALLS_PYTHON),
     "io_callback": Properties(Op.CALLBACK, CALLS_PYTHON),

@@ -151,12 +151,21 @@ class Registry:
     # that were traced, by their fingerprints; `_consistency.compare` knows their type
     programs: dict[int, object] = field(default_factory=dict)
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
+    # fingerprints of programs before which the values of arguments were compared, since the last
+    # restore; and the number of restores
+    values_compared: set[int] = field(default_factory=set)
+    restores: int = 0
+    # the numbers that programs return, by their tags; `_jit.numbers` knows their type
+    numbers: dict[int, object] = field(default_factory=dict)
     # errors that were found on a thread of a program, and not raised yet, by their marks
     found: dict[str, Exception] = field(default_factory=dict)
     # the user's line of the last `shard` that gave the ranks parts of different lengths
     uneven_shard: str = ""
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
     kept: int = 0  # errors so far
+    mismatches: int = 0  # that all ranks have reported to each other so far
+    # what this rank is about to raise on all ranks, for `_consistency.compare`
+    raising: Exception | None = None
 
     def keep(self, error: Exception) -> str:
         """Keep an error that XLA will carry as text; return the mark to put into the text."""

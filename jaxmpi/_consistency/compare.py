@@ -22,11 +22,15 @@ from jaxmpi._job.process.communicating_thread import ForkedError
 
 __all__ = [
     "check_consistent",
+    "compare_values_again",
     "describe",
     "gather_reports",
+    "has_compared_values",
     "has_run",
     "is_program",
+    "note_compared_values",
     "note_run",
+    "raise_found",
     "raise_mismatch",
     "raise_on_all",
     "raising_on_all",
@@ -71,6 +75,21 @@ def raise_on_all(backend: Ranks, function: str, error: Exception) -> NoReturn:
     raise error
 
 
+def raise_found(backend: Ranks, error: RankMismatchError) -> NoReturn:
+    """Raise what this rank has found about the ranks, on all of them.
+
+    Those that are in a collective get the same error there, in whichever message they are.
+    """
+    backend.registry.raising = error
+    try:
+        # If all ranks raise the same, this returns; otherwise it raises what the first one does.
+        check_consistent(backend, Call.of(error.function, f"{error.function} {error}"))
+    finally:
+        backend.registry.raising = None
+    backend.registry.mismatches += 1
+    raise error
+
+
 @contextlib.contextmanager
 def raising_on_all(backend: Ranks, function: str) -> Iterator[None]:
     """Check the arguments of a collective in a `with` block, before anything is sent.
@@ -107,6 +126,8 @@ def gather_reports(
       message: in a program, the message that this rank is about to send.
       ranks: the group that exchanges reports; all ranks by default.
     """
+    if not ranks:
+        backend.registry.mismatches += 1
     details = dict(details)
     in_program = (call.program or call.fingerprint) in backend.registry.programs
     # A program has source lines of its own. Any other call has not returned yet.
@@ -114,6 +135,9 @@ def gather_reports(
         details["at"] = [line]
     if hint := uneven_shard(backend):
         details["shard"] = [hint]
+    error = backend.registry.raising
+    if isinstance(error, RankMismatchError):
+        details["found"] = [(error.what, error.advice, error.function, error.leaf, error.ranks)]
     return backend.gather_details(Report(call, details, message), ranks)
 
 
@@ -214,6 +238,22 @@ def has_run(backend: Ranks, fingerprint: int) -> bool:
 def note_run(backend: Ranks, fingerprint: int) -> None:
     """Note that the ranks have agreed on a program."""
     backend.registry.run.add(fingerprint)
+
+
+def has_compared_values(backend: Ranks, fingerprint: int) -> bool:
+    """Return whether the ranks have compared the values of arguments before this program."""
+    return fingerprint in backend.registry.values_compared
+
+
+def note_compared_values(backend: Ranks, fingerprint: int) -> None:
+    """Note that the ranks have compared the values of arguments before a program."""
+    backend.registry.values_compared.add(fingerprint)
+
+
+def compare_values_again(backend: Ranks) -> None:
+    """Have the next call of each step compare its arguments: all ranks have restored them."""
+    backend.registry.values_compared.clear()
+    backend.registry.restores += 1
 
 
 # fingerprints in words, for those who watch the ranks

@@ -13,7 +13,8 @@ from jaxmpi._errors import MismatchSide, RankMismatchError
 
 __all__ = ["Call", "Details", "Report", "in_words", "mismatch_of", "outliers", "ranks_have"]
 
-# what a rank does: lines of text by the verbs below, and facts of one function under other names
+# what a rank does: lines of text by the verbs below, and facts of one function under other names;
+# "found" has the parts of the error that a rank raises
 Details = Mapping[str, Sequence[Any]]
 CALLS = ("sent", "taken", "given")  # always shown
 CAUSES = ("called", "ordered", "decided")  # shown if the ranks send the same with other parameters
@@ -89,6 +90,12 @@ def mismatch_of(reports: Sequence[Report], ranks: Sequence[int] = ()) -> RankMis
       ranks: the ranks that have sent them, if these are a group; all by default.
     """
     ranks = ranks or range(len(reports))
+    # A rank that raises what it has found about the ranks, where others are in a collective.
+    for report in reports:
+        for what, advice, function, leaf, differ in report.details.get("found", ()):
+            return RankMismatchError(
+                what, advice=advice, function=function, leaf=leaf, ranks=differ
+            )
     if len({report.call for report in reports}) > 1:
         return _error(ranks, reports)
     # All ranks run one program, and have met in different messages of it.

@@ -13,6 +13,7 @@ step              the callable that `jit` returns, with its stages `trace`, `low
 function          a Python function, properties of its arguments, and the arrays of a call
 executor          find the program of a call, compare it on several ranks, and run it
 first_call        compare the arguments of a first call; warn of a forgotten mean
+numbers           compare learning rates, counts and the like while the ranks train
 compile_once      compile a program on one rank for all ranks that have it
 
 program           a function for arguments of certain shapes and dtypes, on one backend

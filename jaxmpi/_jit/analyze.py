@@ -18,6 +18,7 @@ from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.carried import CarriedState, carried_state
 from jaxmpi._analysis.classify import communicates
 from jaxmpi._analysis.control_slice import Line, control_equations
 from jaxmpi._analysis.forgotten_mean import DivergenceCheck, pairs
@@ -56,6 +57,8 @@ class Analysis(NamedTuple):
       control: lines of text that must be equal on all ranks.
       forgotten_mean: as in `Program`.
       batch: as in `Program`.
+      carried: inputs that must be equal on all ranks, arrays from outside first; None if there are
+        none.
     """
 
     plan: Plan | None
@@ -65,6 +68,7 @@ class Analysis(NamedTuple):
     control: Sequence[Line]
     forgotten_mean: DivergenceCheck | None = None
     batch: Sequence[int] = ()
+    carried: CarriedState | None = None
 
 
 def analyze(
@@ -115,6 +119,10 @@ def analyze(
     forgotten_mean = None
     if can_compare and is_checked("forgotten_mean", function.allowed):
         forgotten_mean = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured))
+    carried = None
+    checks = [is_checked(name, function.allowed) for name in ("unequal_start", "unequal_number")]
+    if can_compare and any(checks):
+        carried = carried_state(jaxpr, ins, outs, len(captured), rows=function.feeds_rows)
     target = backend.transport.target()
     plan = plan_of(
         jaxpr,
@@ -138,7 +146,7 @@ def analyze(
     batch: Sequence[int] = ()
     if can_compare and function.feeds_rows and entries:
         batch = _batch(jaxpr, ins, outs, len(captured))
-    return Analysis(plan, replicated, varies, entries, control, forgotten_mean, batch)
+    return Analysis(plan, replicated, varies, entries, control, forgotten_mean, batch, carried)
 
 
 def _batch(

@@ -49,6 +49,8 @@ def jit(
     all messages are in branches, it is a message of 16 bytes at the first call, and later travels
     with the next message. On the other transports, and for a program with messages within groups
     that may not begin with a message to all ranks, it is a message of 16 bytes at every call.
+    The first call of each program also compares the state that must be equal on all ranks, by a
+    message of 16 bytes, unless JAXMPI_CHECK is 0.
 
     Args:
       fun: the function; a decorator is returned without it.
@@ -65,7 +67,9 @@ def jit(
       The jitted function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
 
     Raises:
-      RankMismatchError: when called, on every rank, if the ranks would send different messages.
+      RankMismatchError: when called, on every rank, if the ranks would send different messages; if
+        state that a mean updates differs before the first call of a program, or a number such as a
+        learning rate while they train, with the path and the ranks.
       ValueError: when traced, if an output of `replicated_outnums` may differ between the ranks,
         with its path; if a branch or loop with a collective depends on a value that may differ,
         with its source line; if the function changes an nnx object in place and does not return

@@ -24,12 +24,16 @@ from jax.tree_util import PyTreeDef
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._consistency import compare, values
+from jaxmpi._consistency.findings import Finding, is_checked
+from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit import first_call
 from jaxmpi._jit.compile_once import compile_alone, compile_once
 from jaxmpi._jit.function import Function, Leaf, check_arguments, wrapped
 from jaxmpi._jit.jitted import Jitted, NewProgramError
+from jaxmpi._jit.numbers import NumberWatch
 from jaxmpi._jit.program import Program, Run, build_program
 from jaxmpi._leaves import PyTree
+from jaxmpi._world import session
 
 __all__ = ["EXPECTED", "ComparesBefore", "ComparesInline", "Executor", "Programs"]
 
@@ -127,6 +131,16 @@ class Executor(ABC):
         self._turn, self._ends, self._concurrent = backend.turn, backend.ends, backend.concurrent
         self._checks_values = values.wanted()
         self._is_first_call = True  # until a call has run a program with collectives
+        self._restores = backend.registry.restores  # after which arguments were compared
+        self._numbers: NumberWatch | None = None
+        self._found: Sequence[Finding] = ()  # and not raised yet
+        exchange = session.neighbors()
+        is_wanted = any(
+            is_checked(name, function.allowed) for name in ("unequal_start", "unequal_number")
+        )
+        if exchange is not None and function.calls is None and is_wanted:
+            self._numbers = NumberWatch(backend, function.title, exchange)
+            self._found = exchange.found
         self._calls = function.calls
         if self._calls is not None:
             self._calls.clear()  # calls on another backend
@@ -136,14 +150,23 @@ class Executor(ABC):
         first = None
         if self._calls is not None:
             self._calls.begin(self._ends)
+        if self._found and self._numbers is not None:
+            self._raise_found(self._numbers, args, kwargs)
         if self._is_first_call:
             program, run, leaves, _ = self._programs.find(args, kwargs)
             first = program, self._is_unseen(program)
             self._compare_arguments(program, leaves)
             if not program.compared_call:  # it sends nothing, so it may run on one rank alone
                 return run(leaves)[1]
+        elif self._restores != self._backend.registry.restores:
+            self._compare_restored(args, kwargs)
         check = self._compare_values(args, kwargs) if self._checks_values else None
-        out = self._run(args, kwargs, first)
+        try:
+            out = self._run(args, kwargs, first)
+        except RankMismatchError:
+            if self._numbers is not None:
+                self._numbers.note_error()
+            raise
         if not self._concurrent:
             jax.block_until_ready(out)
         return out if check is None else check(out)
@@ -163,8 +186,11 @@ class Executor(ABC):
           args: the positional arguments of the call.
           kwargs: the keyword arguments of the call.
         """
-        if program.compared_call and get_ident() != self._turn.unchecked:
-            self._turn.take()
+        if program.compared_call:
+            self._take_the_turn()
+        if program.start is not None:
+            leaves = self._function.leaves(args, kwargs)
+            first_call.compare_arguments(self._backend, program, leaves)
         try:
             out = self._run_start(program, partial(compiled, *args, **kwargs))
             self._note_run(program)
@@ -194,13 +220,44 @@ class Executor(ABC):
 
         Every call is one until a call has run a program with collectives.
         """
-        if program.compared_call and get_ident() != self._turn.unchecked:
-            self._turn.take()
+        self._restores = self._backend.registry.restores
+        if program.compared_call:
+            self._take_the_turn()
         first_call.compare(self._backend, program, leaves)
         # These keep the traced program alive, and are of no use after the first call.
         program.forgotten_mean, program.batch = None, ()
         # last, because the comparison may raise
         self._is_first_call = not program.compared_call
+
+    def _raise_found(
+        self, numbers: NumberWatch, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
+        """Raise what the monitors have found, on all ranks.
+
+        Another rank may have raised it while a program of this rank was under way. Then that
+        program has failed, and its error is raised here.
+        """
+        self._take_the_turn()
+        try:
+            jax.block_until_ready(self._ends.get(get_ident()))
+        except jax.errors.JaxRuntimeError as error:
+            numbers.note_error()
+            self._explain(error, args, kwargs)
+            raise
+        numbers.raise_found()
+
+    def _compare_restored(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+        """Compare the arguments of the first call after a restore."""
+        program, _, leaves, _ = self._programs.find(args, kwargs)
+        self._restores = self._backend.registry.restores
+        if program.start is not None:
+            self._take_the_turn()
+            first_call.compare_arguments(self._backend, program, leaves)
+
+    def _take_the_turn(self) -> None:
+        """Make this thread the one that communicates."""
+        if get_ident() != self._turn.unchecked:
+            self._turn.take()
 
     def _is_unseen(self, program: Program) -> bool:
         """Return whether ranks share executables and have not yet agreed on this fingerprint."""
@@ -286,10 +343,12 @@ class ComparesInline(Executor):
             except NewProgramError as found:
                 new = found.program
             if new:
-                self._compile(new, self._is_unseen(new), args, kwargs)
+                self._prepare(new, args, kwargs)
                 _jaxcompat.dispatch_in_c(jitted.with_end)
                 end, out = jitted.with_end(*args, **kwargs)
             self._ends[thread] = end
+            if self._numbers is not None:
+                self._numbers.note(end)
             # Wait after a trace: an error is likelier in a first call, and is explained if it is
             # raised here.
             if jitted.traced_program:
@@ -313,6 +372,18 @@ class ComparesInline(Executor):
         is_first = not self._turn.thread and current_thread() is main_thread()
         if is_first or self._programs.find(args, kwargs)[0].compared_call:
             self._turn.take()
+
+    def _prepare(self, program: Program, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+        """Compare the arguments of a new program, and compile it if ranks share executables."""
+        unseen = self._is_unseen(program)
+        self._jitted.announce(program)
+        if program.start is not None:
+            self._take_the_turn()
+            leaves = self._backend.transport.arrays.wrap(self._function.leaves(args, kwargs))
+            first_call.compare_arguments(self._backend, program, leaves)
+        if self._jitted.shares:
+            self._compile(program, unseen, args, kwargs)
+        self._jitted.next_program = program
 
     def _compile(
         self, program: Program, unseen: bool, args: Sequence[PyTree], kwargs: dict[str, PyTree]
@@ -352,7 +423,10 @@ class ComparesBefore(Executor):
         program, run, leaves, scalars = self._programs.find(args, kwargs)
         if not program.compared_call:  # it sends nothing, so it may run on one rank alone
             return run(leaves)[1]
-        signature, unseen = program.signature, self._is_unseen(program)
+        unseen = self._is_unseen(program)
+        if program.start is not None:
+            first_call.compare_arguments(self._backend, program, leaves)
+        signature = program.signature
         compare.check_consistent(
             self._backend, signature.call_with(scalars), partial(signature.details, scalars)
         )
@@ -365,6 +439,8 @@ class ComparesBefore(Executor):
         with self._backend.starting() as keep:
             end, out = run(leaves)
             keep(end)
+        if self._numbers is not None:
+            self._numbers.note(end)
         return out
 
     def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:

@@ -2,27 +2,39 @@
 
 This finds
 1. arguments that are declared replicated and differ between ranks (an error on all ranks),
-2. train state that is equal before this call and may differ after it, because a mean was forgotten,
-3. a pmap whose ranks all got the same rows.
+2. train state that differs between the ranks, and to which all add the same updates (an error on
+   all ranks),
+3. train state that is equal before this call and may differ after it, because a mean was forgotten,
+4. a pmap whose ranks all got the same rows.
 
-The last two are warnings, which the monitors' threads make of the checksums of all ranks: a program
-without collectives may be called by the ranks at different times, or by one rank alone.
+The first two are compared before each new program with collectives, and again after a restore
+(`compare_arguments`). The last two are warnings, which the monitors' threads make of the checksums
+of all ranks: a program without collectives may be called by the ranks at different times, or by one
+rank alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from jaxmpi._analysis.forgotten_mean import DivergenceCheck
+from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency import values
-from jaxmpi._consistency.compare import check_consistent, has_run, note_run
-from jaxmpi._consistency.mismatch import outliers, ranks_have
+from jaxmpi._consistency.compare import (
+    gather_reports,
+    has_compared_values,
+    note_compared_values,
+)
+from jaxmpi._consistency.findings import Finding
+from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
-from jaxmpi._jit.program import Program
+from jaxmpi._jit.program import Program, Start
+from jaxmpi._job.monitor.neighbor_exchange import At
 from jaxmpi._world import session
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_arguments"]
 
 Checksums = Mapping[str, int]  # of inputs by their names, captured arrays first
 
@@ -30,10 +42,9 @@ Checksums = Mapping[str, int]  # of inputs by their names, captured arrays first
 def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
     """Compare the arguments of the first call of a program.
 
-    **Collective:** if the program has collectives and replicated arguments, all ranks that have not
-    run a program with its fingerprint.
-    **Communication:** the comparison of the fingerprint, and an allgather of a dict with a checksum
-    for each replicated argument; other checksums travel between the monitors.
+    **Collective:** if the program has collectives, all ranks that have not run a program with its
+    fingerprint.
+    **Communication:** as in `compare_arguments`; other checksums travel between the monitors.
 
     Args:
       backend: the ranks.
@@ -41,30 +52,20 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
       leaves: the arrays of its arguments.
 
     Raises:
-      RankMismatchError: on all ranks, an argument that `replicated_argnums` names is not equal on
-        all of them.
+      RankMismatchError: as in `compare_arguments`.
     """
     call = program.compared_call
-    if not call and not program.forgotten_mean:
+    sums: dict[str, int] = {}
+    if call and has_compared_values(backend, call.fingerprint):
+        _compare_later(backend, program, leaves)
+    elif call:
+        sums = compare_arguments(backend, program, leaves)
+    if not program.forgotten_mean and not (program.batch and call):
         return
-    title, (equal, _) = program.function.title, program.equal
-    outside = [f"array {i} from outside" for i in range(len(program.captured))]
-    inputs = dict(zip([*outside, *program.arguments], [*program.captured, *leaves], strict=True))
-    replicated = [name for name, same in zip(program.arguments, equal, strict=True) if same]
-    is_new = call is not None and not has_run(backend, call.fingerprint)
-    # Checksums take time, so compute only those that are compared below.
-    summed: Iterable[str] = ()
-    if program.forgotten_mean or program.batch:
-        summed = inputs
-    elif is_new:
-        summed = replicated
-    sums = {name: values.checksum(inputs[name]) for name in summed}
-    # The ranks must agree on the program before they gather checksums of its arguments.
-    if call and is_new and replicated:
-        check_consistent(backend, call, program.signature.details)
-        note_run(backend, call.fingerprint)
-        everyone = backend.allgather_object({name: sums[name] for name in replicated})
-        _refuse_difference(title, everyone)
+    title, inputs = program.function.title, program.inputs(leaves)
+    for name, x in inputs.items():
+        if name not in sums:
+            sums[name] = values.checksum(x)
     monitor = session.monitor()
     if program.forgotten_mean and monitor:
         monitor.gathering.add(
@@ -77,6 +78,138 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
         monitor.gathering.add(
             f"{title} rows {call.fingerprint}", sums, partial(_same_rows, title, rows)
         )
+
+
+def compare_arguments(
+    backend: Processes, program: Program, leaves: Sequence[Leaf]
+) -> dict[str, int]:
+    """Compare the arguments that must be equal on all ranks, unless that was done before.
+
+    **Collective:** all ranks that have not compared the values before a program with its
+    fingerprint.
+    **Communication:** 16 bytes; where state differs, an allgather of a checksum for each array of
+    it. If there are replicated arguments, an allgather of a dict with their checksums.
+
+    Args:
+      backend: the ranks.
+      program: the program, with collectives.
+      leaves: the arrays of its arguments.
+
+    Returns:
+      The checksums of the inputs that were compared, by the names of these.
+
+    Raises:
+      RankMismatchError: on all ranks, an argument that `replicated_argnums` names, or state to
+        which all ranks add the same updates, is not equal on all of them.
+    """
+    call, title = program.compared_call, program.function.title
+    assert call is not None
+    equal, _ = program.equal
+    replicated = [name for name, same in zip(program.arguments, equal, strict=True) if same]
+    if has_compared_values(backend, call.fingerprint) or not (program.start or replicated):
+        return {}
+    # Checksums take time, so compute only those that are compared below.
+    start = program.start or Start()
+    inputs = program.inputs(leaves)
+    sums: dict[str, int] = {}
+    for name in (*replicated, *start.state, *start.keys, *start.with_equal_keys):
+        if name not in sums:
+            sums[name] = values.checksum(inputs[name])
+    # The ranks must agree on the program before they gather checksums of its arguments.
+    found = _compare_state(backend, program, call, start, sums)
+    note_compared_values(backend, call.fingerprint)
+    if replicated:
+        everyone = backend.allgather_object({name: sums[name] for name in replicated})
+        _refuse_difference(title, everyone)
+    if found is not None:
+        raise found.error()
+    return sums
+
+
+def _compare_state(
+    backend: Processes, program: Program, call: Call, start: Start, sums: Checksums
+) -> Finding | None:
+    """Compare a program, and the state before it, by one fingerprint of both.
+
+    Returns:
+      The finding about the state that differs, on all ranks; None if all is equal.
+
+    Raises:
+      RankMismatchError: on all ranks, they are about to run other programs or to call something
+        else.
+    """
+    of_state = [(name, sums[name]) for name in (*start.state, *start.keys, *start.with_equal_keys)]
+    with_state = Call(
+        fingerprint_of(f"{call.fingerprint} {of_state}"), call.title, call.fingerprint
+    )
+    smallest, largest = backend.extremes(*with_state)
+    if smallest == largest:
+        return None
+    # All ranks get here; those that have called something else report that.
+    details = {**program.signature.details(), "state": of_state}
+    reports = gather_reports(backend, with_state, details)
+    if not all("state" in report.details for report in reports):
+        raise mismatch_of(reports)
+    programs = [
+        report._replace(call=Call(report.call.program, report.call.title)) for report in reports
+    ]
+    if len({report.call for report in programs}) > 1:
+        raise mismatch_of(programs)
+    # All ranks are about to run this program.
+    everyone = [dict(report.details["state"]) for report in reports]
+    names, ranks = _unequal_state(start, everyone)
+    return Finding("unequal_start", program.function.title, names, ranks) if names else None
+
+
+class _State(NamedTuple):
+    """State before a call, which the monitors compare with that of the next rank: a `Stream`."""
+
+    title: str
+    start: Start
+
+    def difference(self, mine: Checksums, theirs: Checksums, rank: int) -> Finding | None:
+        """Return the finding for the checksums of this rank and of rank `rank`."""
+        names, _ = _unequal_state(self.start, [mine, theirs])
+        return Finding("unequal_start", self.title, names, [rank]) if names else None
+
+    def send_last(self) -> None:
+        """Do nothing: it is about one call."""
+
+
+def _compare_later(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
+    """Have the monitors compare the state before the first call of another function.
+
+    The ranks have run such a program before, so this may be no first call on some of them: nobody
+    waits.
+    """
+    exchange, start = session.neighbors(), program.start
+    if exchange is None or start is None:
+        return
+    inputs, sums = program.inputs(leaves), {}
+    for name in (*start.state, *start.keys, *start.with_equal_keys):
+        sums[name] = values.checksum(inputs[name])
+    at = At(exchange.errors, exchange.calls, program.function.title)
+    exchange.add(_State(program.function.title, start), at, sums)
+
+
+def _unequal_state(start: Start, everyone: Sequence[Checksums]) -> tuple[list[str], list[int]]:
+    """Return the names of inputs that must be equal and are not, and the ranks that differ."""
+    compared = start.state
+    if not any(_outliers(everyone, name) for name in start.keys):
+        compared = (*compared, *start.with_equal_keys)
+    names: list[str] = []
+    ranks: set[int] = set()
+    for name in compared:
+        if differ := _outliers(everyone, name):
+            names.append(name.rpartition(": ")[0] or name)
+            ranks.update(differ)
+    return names, sorted(ranks)
+
+
+def _outliers(everyone: Sequence[Checksums], name: str) -> list[int]:
+    """Return the ranks whose checksum of an input differs; none if some rank has no such input."""
+    of_ranks = [of_rank.get(name) for of_rank in everyone]
+    return [] if None in of_ranks else outliers(of_ranks)
 
 
 def _divergence(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import update_wrapper
 
 import jax
-import jax.numpy as jnp
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.interface import Ranks
@@ -26,7 +25,7 @@ __all__ = ["Jitted", "NewProgramError"]
 
 
 class NewProgramError(Exception):
-    """Raised to leave a trace with a program that the ranks must compile together first."""
+    """Raised to leave a trace with a program that the ranks must first compile, or compare."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.function.title)
@@ -116,8 +115,17 @@ class Jitted:
                 program.signature.sent,
                 program.signature.details,
             )
+            if program.numbers is not None:
+                self._backend.registry.numbers[program.numbers.tag] = program.numbers
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
+
+    def _is_new(self, program: Program) -> bool:
+        """Return whether the ranks still have to compare the values of a program's arguments."""
+        call = program.compared_call
+        if self._alone or call is None or program.start is None:
+            return False
+        return not compare.has_compared_values(self._backend, call.fingerprint)
 
     def _body(self, *, hide_effects: bool, end: bool = False) -> Callable[..., PyTree]:
         """Return the function that `jax.jit` traces, with the user's name and signature.
@@ -133,12 +141,13 @@ class Jitted:
             program = self.build(args, kwargs, hide_effects=hide_effects)
             must_compile = self.shares and program.compared_call and not program.compiled_once
             # `jax.disable_jit` compiles nothing, and runs this body at every call.
-            if end and must_compile and not jax.config.jax_disable_jit:
+            if end and (must_compile or self._is_new(program)) and not jax.config.jax_disable_jit:
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)
             self.traced_program = None
-            outs = program(self._function.leaves(args, kwargs))
+            leaves = self._function.leaves(args, kwargs)
+            outs = program(leaves)
             self.traced_program = program if end else None
-            return (jnp.zeros((), jnp.bool_), outs) if end else outs
+            return (program.end(leaves), outs) if end else outs
 
         return update_wrapper(body, self._function.fun, updated=())

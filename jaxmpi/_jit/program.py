@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,15 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.carried import CarriedState
 from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.interface import Ranks
+from jaxmpi._consistency.findings import is_checked
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._jit.analyze import Analysis, analyze, paths_of
 from jaxmpi._jit.function import Function, Leaf, argument_name, checked, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
+from jaxmpi._jit.numbers import Numbers
 from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._leaves import PyTree, output_name
 from jaxmpi._lowering import lower
@@ -33,12 +36,28 @@ from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import prepared, trace
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
-__all__ = ["Program", "Run", "build_program", "refuse_nan_search", "watched"]
+__all__ = ["Program", "Run", "Start", "build_program", "refuse_nan_search", "watched"]
 
 
 T = TypeVar("T")
 # run(leaves of the arguments) -> (end, outputs); see `Program.compiled`
 Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]
+
+
+class Start(NamedTuple):
+    """Inputs that must be equal on all ranks before a program runs, by their names.
+
+    The ranks may have other inputs each, as their programs may differ in what is local.
+
+    Attributes:
+      state: the inputs.
+      keys: PRNG keys.
+      with_equal_keys: the inputs that must be equal, too, if all these keys are.
+    """
+
+    state: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    with_equal_keys: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -62,6 +81,9 @@ class Program:
       captured: arrays that the function captured from outside.
       forgotten_mean: outputs that may differ after a call with equal inputs; None if there are none
         or the first call has looked at them.
+      start: the inputs whose values the ranks compare before they run the program; None if they
+        compare none, however the program looks.
+      numbers: the numbers that the ranks compare while they train; None if they compare none.
       batch: the indices of leaves that are a rank's rows; if these are equal on all ranks at the
         first call, all compute the same, and a warning says so.
       announced: whether `Jitted.announce` has registered it.
@@ -83,6 +105,8 @@ class Program:
     scalars: list[int]
     captured: Sequence[ArrayLike] = ()
     forgotten_mean: DivergenceCheck | None = None
+    start: Start | None = None
+    numbers: Numbers | None = None
     batch: Sequence[int] = ()
     announced: bool = False
     compiled_once: bool = False
@@ -108,6 +132,20 @@ class Program:
         """Add the module that XLA compiles to the signature, if all ranks must run the same one."""
         if self.same_module is not None:
             self.signature.lowered_to(lowered, self.same_module)
+
+    def end(self, leaves: Sequence[Leaf]) -> jax.Array:
+        """Return an array that is ready when the program has ended, in traced code.
+
+        It has the numbers that the ranks compare, if the program has collectives.
+        """
+        if self.numbers is None:
+            return jnp.zeros((), jnp.bool_)
+        return self.numbers.pack(leaves)
+
+    def inputs(self, leaves: Sequence[Leaf]) -> dict[str, Leaf]:
+        """Return all inputs by their names: arrays from outside, and the leaves of a call."""
+        names = [*map(_outside, range(len(self.captured))), *self.arguments]
+        return dict(zip(names, [*self.captured, *leaves], strict=True))
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
         """Return the outputs for the leaves, inside of a `jax.jit` that traces this."""
@@ -137,8 +175,9 @@ class Program:
             donated_leaves: Sequence[Leaf], kept_leaves: Sequence[Leaf]
         ) -> tuple[jax.Array, list[Leaf]]:
             refuse_nan_search(self.function.title)
-            leaves = (*donated_leaves, *kept_leaves)
-            return jnp.zeros((), jnp.bool_), self.call([leaves[i] for i in order])
+            both = (*donated_leaves, *kept_leaves)
+            leaves = [both[i] for i in order]
+            return self.end(leaves), self.call(leaves)
 
         def run(leaves: Sequence[Leaf]) -> tuple[jax.Array, PyTree]:
             end, outs = jitted(select_donated(leaves), select_kept(leaves))
@@ -150,6 +189,10 @@ class Program:
         if self.same_module is not None and self.compared_call:
             self.lowered_to(self.lower(leaves))  # JAX keeps this for the first call
         return run
+
+
+def _outside(i: int) -> str:
+    return f"array {i} from outside"
 
 
 def _selector(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
@@ -306,6 +349,9 @@ def build_program(
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
+    start, numbers = _compared_inputs(function, found, len(captured), arguments, avals, backend)
+    if not signature.compared_call:
+        start = numbers = None
     return Program(
         function=function,
         call=call,
@@ -330,5 +376,42 @@ def build_program(
         ],
         captured=captured,
         forgotten_mean=found.forgotten_mean,
+        start=start,
+        numbers=numbers,
         batch=found.batch,
     )
+
+
+def _compared_inputs(
+    function: Function,
+    found: Analysis,
+    captured: int,
+    arguments: Sequence[str],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    backend: Ranks,
+) -> tuple[Start | None, Numbers | None]:
+    """Return the inputs whose values the ranks compare before and while they run a program.
+
+    Whether they compare any follows from the function alone, so that all ranks do the same: their
+    programs may differ in what is local.
+    """
+    if function.calls is not None or len(backend.ranks_here) == backend.place.size:
+        return None, None
+    carried = found.carried or CarriedState((), (), (), ())
+    names = [*map(_outside, range(captured)), *arguments]
+    start, numbers = None, None
+    if is_checked("unequal_start", function.allowed):
+        start = Start(
+            tuple(names[i] for i in carried.state),
+            tuple(names[i] for i in carried.keys),
+            tuple(names[i] for i in carried.with_equal_keys),
+        )
+    if is_checked("unequal_number", function.allowed):
+        indices = tuple(i - captured for i in carried.numbers)
+        numbers = Numbers(
+            function.title,
+            indices,
+            tuple(arguments[i].rpartition(": ")[0] for i in indices),
+            tuple(avals[i].dtype.name for i in indices),
+        )
+    return start, numbers

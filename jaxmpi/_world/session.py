@@ -19,6 +19,7 @@ from jaxmpi._errors import NotInitializedError, RankCountError
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.live import Live
 from jaxmpi._job.monitor.monitor import Monitor
+from jaxmpi._job.monitor.neighbor_exchange import NeighborExchange
 from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._job.monitor.watchdog import Watchdog
 from jaxmpi._lowering.explain import Speed
@@ -36,6 +37,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "monitor",
+    "neighbors",
     "preemption",
     "rank",
     "ranks_unknown_to_jax",
@@ -67,6 +69,8 @@ class Session:
       backend: the ranks; a forked child has a copy that refuses to communicate.
       world: what `init` returned.
       monitor: the thread that watches the other ranks, where there are any.
+      neighbors: the comparison of values with those of the neighbors, where the monitors exchange
+        messages.
       preemption: how SIGTERM stops the ranks, by the monitor or without one.
       speed: of messages between the ranks, once `explain` has measured it.
       pmaps: the lines that have called a `jax.pmap`.
@@ -78,6 +82,7 @@ class Session:
     backend: Ranks
     world: World
     monitor: Monitor | None = None
+    neighbors: NeighborExchange | None = None
     preemption: Preemption | None = None
     speed: Speed | None = None
     pmaps: set[str] = field(default_factory=set)
@@ -104,6 +109,7 @@ def watch(backend: MpiRanks) -> None:
     monitor = _session.monitor = Monitor(backend)
     if monitor.listening:
         # Its messages may arrive as soon as the thread runs on all ranks.
+        _session.neighbors = NeighborExchange(monitor)
         _session.preemption = Preemption(monitor, backend.place.size, backend.place.rank)
         monitor.start()
         # These live in the monitor, which calls them.
@@ -182,6 +188,11 @@ def monitor() -> Monitor | None:
     """Return this rank's monitor, or None if there is none that can talk to the others."""
     watching = None if _session is None else _session.monitor
     return watching if watching is not None and watching.listening else None
+
+
+def neighbors() -> NeighborExchange | None:
+    """Return the comparison of values with the neighbors; None without a monitor that can talk."""
+    return None if _session is None else _session.neighbors
 
 
 def preemption() -> Preemption:

@@ -691,11 +691,12 @@ def test_the_same_rows_on_all_ranks_are_noticed():
         )
     for fun, *args in (
         (train, state, mine),
-        (train, each, same),
         (by_number, state, same),
         (evaluate, state, same),
     ):
         assert not said_of(jaxmpi.pmap(fun, "i"), *args)
+    # which is an error otherwise
+    assert not said_of(jaxmpi.pmap(train, "i", allow="unequal_start"), each, same)
     assert not said_of(jaxmpi.pmap(lambda x: lax.pmean(x, "i"), "i"), state)
     # jaxmpi.jit is no pmap
     assert not said_of(jaxmpi.jit(lambda s, b: (s, lax.pmean(b, jaxmpi.AXIS))), state, same)

@@ -4,6 +4,7 @@ monitor          the thread, its messages, and the end of a job whose rank is go
 watchdog         stall reports: who waits for whom, where, and what the missing ranks do
 flight_recorder  a file with the last collectives of each rank
 live             the record that `jaxmpi top` reads of each rank
+neighbor_exchange  values that must be equal, compared while the ranks train
 preemption       the call at which all ranks stop after a SIGTERM
 death_reporter   a process that names the rank that was killed, where MPI does not
 ordered_output   lines of text in the order of the ranks

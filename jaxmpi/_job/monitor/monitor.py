@@ -92,6 +92,8 @@ class Monitor:
       topics: the function that handles a message, by topic: called with the sender and the object.
       watchers: functions that the thread calls ten times a second.
       at_end: functions called with the reason before this rank, or the job, ends.
+      at_last: functions called once every rank has come to its end; a text that one returns ends
+        the job as a failure.
       signals: the signals of this process, for the thread.
       gathering: objects of all ranks by key, compared on rank 0.
       rounds: text of all ranks that rank 0 prints.
@@ -108,6 +110,7 @@ class Monitor:
         }
         self.watchers: list[Callable[[], None]] = []
         self.at_end: list[Callable[[str], object]] = []
+        self.at_last: list[Callable[[], str]] = []
         self.gathering = Gathering(self)
         self.signals = Signals()
         self.samples = 0
@@ -333,6 +336,9 @@ class Monitor:
         # What the others sent before they came here.
         self.poll()
         self.rounds.flush(all_rounds=True)
+        for last in self.at_last:
+            if why := last():
+                self.end(1, why)
         sys.excepthook = self._excepthook
         self.signals.release()
         self._remain_at_exit()

@@ -1,0 +1,336 @@
+"""Find the state of a train step that must be equal on all ranks, by how a mean updates it.
+
+A step carries state from an argument to the output of its name. An output is *replicated state* if
+
+1. it depends on the result of a collective, through data and not only through a branch, and
+2. it is equal on all ranks if the state and the numbers among the arguments are, whatever the batch
+   of each rank.
+
+`p - rate * mean(g)` is replicated state, and so are Adam's moments. Not replicated: a Markov chain,
+the environment or the local model of a rank (no collective, or the rank's own data), a `pmean` of
+local models (equal after the call, whatever it was before), whatever depends on a PRNG key that
+may be the rank's own.
+
+What replicated state is computed from must be equal before the step, too, or the ranks differ for
+ever: `p`, and also `rate`. A value counts if it meets the result of a collective on the way there,
+and does not if it only goes into a collective, as a weight or a sample count does:
+
+    p' = p - rate * psum(n * g) / psum(n)     p and rate count; n and what g is made of do not
+
+A collective that gathers shards is no such end: with `sharded`, each rank updates its shard at its
+own rate after the mean, and the shards are gathered.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import AbstractValue
+from jax.extend.core import JaxprEqn, Literal
+from jax.tree_util import KeyPath
+
+from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import calls_python, kind
+from jaxmpi._analysis.dataflow import Analysis, propagate
+from jaxmpi._analysis.forgotten_mean import pairs
+from jaxmpi._analysis.primitives import Op, op_of
+from jaxmpi._analysis.replication import may_vary
+from jaxmpi._axis import AXIS
+from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._marks import Differs, Equal, mark_of
+from jaxmpi._per_rank_state import is_per_rank_leaf, marks_of
+
+__all__ = ["CarriedState", "carried_state"]
+
+
+class CarriedState(NamedTuple):
+    """Inputs of a program that must be equal on all ranks; arrays from outside are the first ones.
+
+    Attributes:
+      state: the inputs that replicated state is computed from.
+      keys: PRNG keys on which further state depends.
+      with_equal_keys: the inputs that must be equal, too, if these keys are equal on all ranks.
+      numbers: the inputs of one element from which replicated state is computed after a mean, and
+        which no mean updates themselves, such as a learning rate or a count.
+    """
+
+    state: tuple[int, ...]
+    keys: tuple[int, ...]
+    with_equal_keys: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+# The analysis. Sets of inputs are ints, with bit i for input i: a program has thousands of values.
+
+
+class Origin(NamedTuple):
+    """Inputs that a value is computed from.
+
+    Attributes:
+      direct: those from which there is a way without a collective to the value.
+      applied: those that have met the result of a collective on the way, and no reduction since.
+      after_mean: whether the value depends on the result of a collective, through data.
+    """
+
+    direct: int = 0
+    applied: int = 0
+    after_mean: bool = False
+
+
+BOTTOM = Origin()
+
+
+class _Tokens(NamedTuple):
+    """Bits beside those of the inputs.
+
+    Attributes:
+      rank: the value depends on the rank, whatever the inputs.
+      group: it is the result of a collective of groups, which may differ between these.
+    """
+
+    rank: int
+    group: int
+
+
+def _join(values: Sequence[Origin]) -> Origin:
+    direct, applied, after_mean = 0, 0, False
+    for value in values:
+        direct |= value.direct
+        applied |= value.applied
+        after_mean = after_mean or value.after_mean
+    return Origin(direct, applied, after_mean)
+
+
+def _combined(operands: Sequence[Origin]) -> Origin:
+    """Return the origin of a value that is computed from these.
+
+    An operand meets the result of a collective in another operand. One operand may be such a result
+    or an input, as after a branch, and then nothing has met.
+    """
+    direct, applied, after_mean = _join(operands)
+    if after_mean:
+        means = [operand.after_mean for operand in operands]
+        for i, operand in enumerate(operands):
+            if operand.direct and (any(means[:i]) or any(means[i + 1 :])):
+                applied |= operand.direct
+    return Origin(direct, applied, after_mean)
+
+
+def _select(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
+    """Return the origin of `where(predicate, x, y)`."""
+    predicate, *cases = operands
+    return [_decided(_join(cases), predicate)]
+
+
+def _after_inner(eqn: JaxprEqn, operands: list[Origin], results: list[Origin]) -> list[Origin]:
+    """Return the origins of a branch's results, which its predicate has selected."""
+    if op_of(eqn) is not Op.COND:
+        return results
+    return [_decided(result, operands[0]) for result in results]
+
+
+def _decided(value: Origin, predicate: Origin) -> Origin:
+    """Return the origin of a value that a predicate has selected.
+
+    A predicate is no data: a value does not depend on a mean only because that decides. But what
+    decides whether a mean is applied, such as a flag, must be equal on all ranks.
+    """
+    applied = value.applied | predicate.direct if value.after_mean else value.applied
+    return Origin(value.direct | predicate.direct, applied, value.after_mean)
+
+
+def _is_decision(eqn: JaxprEqn) -> bool:
+    """Return whether the results of an equation are only true or false."""
+    return all(getattr(v.aval, "dtype", None) == jnp.bool_ for v in eqn.outvars)
+
+
+def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
+    """Return the analysis of a program.
+
+    Args:
+      tokens: the bits that are no inputs.
+      must_be_equal: the inputs that are equal on all ranks if these are right.
+    """
+
+    def local(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
+        found = _combined(operands)
+        if found.after_mean and _is_decision(eqn):
+            found = _join(operands)._replace(after_mean=False)
+        if calls_python(eqn):
+            found = found._replace(direct=found.direct | tokens.rank)
+        return [found] * len(eqn.outvars)
+
+    def collective(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
+        if kind(eqn) != "collective":  # over array axes: those of a vmap inside
+            return local(eqn, operands)
+        operand, op = _combined(operands), op_of(eqn)
+        if op not in (Op.ALLREDUCE, Op.ALL_GATHER):
+            return [Origin(tokens.rank, 0, True)] * len(eqn.outvars)
+        if operand == BOTTOM:  # the number of ranks
+            return [BOTTOM] * len(eqn.outvars)
+        direct = tokens.group if eqn.params.get("axis_index_groups") else 0
+        applied = operand.applied if op is Op.ALL_GATHER else 0
+        return [Origin(direct, applied, True)] * len(eqn.outvars)
+
+    def index(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
+        return [Origin(tokens.rank if kind(eqn) == "index" else 0)]
+
+    def mark(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
+        (operand,) = operands
+        if isinstance(mark_of(eqn), Equal):
+            operand = operand._replace(direct=operand.direct & must_be_equal)
+        elif isinstance(mark_of(eqn), Differs):
+            operand = operand._replace(direct=operand.direct | tokens.rank)
+        return [operand]
+
+    return Analysis(
+        bottom=BOTTOM,
+        join=_join,
+        rules={
+            Op.ALLREDUCE: collective,
+            Op.ALL_GATHER: collective,
+            Op.REDUCE_SCATTER: collective,
+            Op.ALL_TO_ALL: collective,
+            Op.PERMUTE: collective,
+            Op.AXIS_INDEX: index,
+            Op.MARK: mark,
+            Op.SELECT: _select,
+        },
+        otherwise=local,
+        constants=BOTTOM,  # tables are equal on all ranks, as literals are
+        after_inner=_after_inner,
+    )
+
+
+# The state of a program
+
+
+def carried_state(
+    jaxpr: AnyJaxpr,
+    ins: Sequence[KeyPath],
+    outs: Sequence[KeyPath],
+    captured: int,
+    *,
+    rows: bool = False,
+) -> CarriedState | None:
+    """Return the inputs of a program that must be equal on all ranks; None if there are none.
+
+    Args:
+      jaxpr: of `trace.trace`.
+      ins: the paths of the arguments' arrays.
+      outs: the paths of the outputs.
+      captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
+        arguments' arrays.
+      rows: whether the arguments have a leading axis of one, as in a pmap.
+    """
+    candidates = pairs(jaxpr, ins, outs, captured)
+    if not candidates:
+        return None
+    inner, _ = _jaxcompat.parts(jaxpr)
+    count = len(inner.invars)
+    tokens = _Tokens(rank=1 << count, group=1 << (count + 1))
+    # The inputs that are equal on all ranks if these are right: all of the state, the numbers, and
+    # what the function has from outside.
+    state, numbers, keys, raw_keys = (1 << captured) - 1, 0, 0, 0
+    for pair in candidates:
+        state |= 1 << pair.source
+    for i, v in enumerate(inner.invars):
+        if i >= captured and not _is_equal_leaf(ins[i - captured]):
+            continue
+        if _is_key(v.aval):
+            keys |= 1 << i
+        elif _may_be_key(v.aval):
+            raw_keys |= 1 << i
+        elif i >= captured and _is_number(v.aval, rows):
+            numbers |= 1 << i
+    equal = state | numbers
+
+    def visit(
+        eqn: JaxprEqn, operands: list[Origin], results: list[Origin], control: Origin
+    ) -> None:
+        # A raw key is an array of numbers that is made a key.
+        nonlocal keys
+        if op_of(eqn) is Op.MAKE_KEY:
+            keys |= operands[0].direct & raw_keys
+
+    facts = [Origin(1 << i) for i in range(count)]
+    origins = propagate(_analysis(tokens, equal), jaxpr, facts, visit)
+    # Only what its next value is computed from is state: gradients that are averaged are not.
+    carried = (1 << captured) - 1
+    for pair in candidates:
+        origin = origins[pair.output]
+        carried |= (origin.direct | origin.applied) & 1 << pair.source
+    state &= carried
+    allowed = (state | numbers) & ~keys
+    # A value that was reduced in groups may be equal on all ranks after a second reduction.
+    grouped: list[bool] = []
+    found, found_with_keys, its_keys, trained = 0, 0, 0, 0
+    for pair in candidates:
+        origin = origins[pair.output]
+        if not origin.after_mean or isinstance(inner.outvars[pair.output], Literal):
+            continue
+        # The mean of what was there before, or in a branch that itself, is no update of it.
+        source = 1 << pair.source
+        if origin.direct & source and not origin.applied & source:
+            continue
+        trained |= source
+        others = origin.direct & ~(allowed | keys)
+        if others & ~tokens.group:
+            continue
+        if others:
+            if not grouped:
+                differs = [not (allowed | keys) >> i & 1 for i in range(count)]
+                grouped = may_vary(jaxpr, differs, constants=False)
+            if grouped[pair.output]:
+                continue
+        if origin.direct & keys:
+            found_with_keys |= origin.applied
+            its_keys |= origin.direct & keys
+        else:
+            found |= origin.applied
+    found, found_with_keys = found & allowed, found_with_keys & allowed
+    if not found and not found_with_keys:
+        return None
+    return CarriedState(
+        _indices(found & state),
+        _indices(its_keys),
+        _indices(found_with_keys & ~found & state),
+        _indices(found & numbers & ~trained),
+    )
+
+
+def _is_key(aval: AbstractValue) -> bool:
+    """Return whether values of a type are PRNG keys."""
+    return bool(jnp.issubdtype(aval.dtype, jax.dtypes.prng_key))
+
+
+def _may_be_key(aval: AbstractValue) -> bool:
+    """Return whether an array may hold the numbers of keys, as `jax.random.PRNGKey` returns."""
+    return aval.dtype == jnp.uint32 and aval.shape[-1:] in ((2,), (4,))
+
+
+def _is_number(aval: AbstractValue, rows: bool) -> bool:
+    """Return whether values of a type are single numbers."""
+    is_numeric = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
+    return bool(is_numeric) and (aval.shape == () or (rows and aval.shape == (1,)))
+
+
+def _is_equal_leaf(path: KeyPath) -> bool:
+    """Return whether the leaf at a path is equal on all ranks, by its kind.
+
+    In the state of `sharded` these are the leaves that are no shards, such as a learning rate.
+    """
+    marks = marks_of(path)
+    states = [mark for mark in marks if mark.state]
+    if not states:
+        return not is_per_rank_leaf(path)
+    # Over another axis it is equal within each group only.
+    if any(mark.of is not None for mark in marks) or any(mark.axis != AXIS for mark in states):
+        return False
+    return not any(mark.per_rank for mark in marks if not mark.state)
+
+
+def _indices(bits: int) -> tuple[int, ...]:
+    """Return the numbers of the bits that are set."""
+    return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)

@@ -1,0 +1,162 @@
+"""Values that must be equal on all ranks, compared between neighbors by their monitors.
+
+At the same call each rank sends its values, such as the learning rate of a step, to the rank before
+it, which compares them with its own. If any rank differs from another one, then so do two
+neighbors, and one of these tells all ranks.
+
+No rank waits for another one. The ranks are not at the same call when they are told, so each raises
+the error at its next call (`_jit.numbers`), or ends the job at the end of its script.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jaxmpi._consistency.findings import Finding
+from jaxmpi._job.monitor.monitor import Monitor
+
+__all__ = ["At", "NeighborExchange", "Stream"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MAX_KEPT = 64  # calls whose values only one side has, and streams whose last call is compared
+
+
+class At(NamedTuple):
+    """A call of a program with collectives, which all ranks make in one order.
+
+    Attributes:
+      errors: the number of mismatches before, which all ranks have reported to each other.
+      call: the number of calls since then.
+      subject: the values of the call.
+    """
+
+    errors: int
+    call: int
+    subject: str = "numbers"
+
+
+class Stream(Protocol):
+    """The calls of one step on this rank."""
+
+    def difference(self, mine: Any, theirs: Any, rank: int) -> Finding | None:
+        """Return the finding for values of this rank and of rank `rank`; None if they agree."""
+
+    def send_last(self) -> None:
+        """Add the numbers of the last call to the exchange."""
+
+
+class NeighborExchange:
+    """This rank's part in the comparison.
+
+    Attributes:
+      calls, errors: as in `At`.
+      found: what was found and not yet raised on this rank.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.calls = self.errors = 0
+        self.found: list[Finding] = []
+        self.poll = monitor.poll
+        self._monitor, self._registry = monitor, monitor.backend.registry
+        self._rank, self._size = monitor.backend.place.rank, monitor.backend.place.size
+        self._lock = threading.Lock()
+        self._streams: dict[int, Stream] = {}
+        self._mine: dict[At, tuple[object, Stream]] = {}
+        self._theirs: dict[At, object] = {}  # of the next rank
+        self._leaving = False
+        monitor.topics["neighbor"] = self._on_values
+        monitor.topics["neighbors differ"] = self._on_finding
+        monitor.at_end.append(self._at_end)
+        monitor.at_last.append(self._unraised)
+
+    def watch(self, stream: Stream) -> None:
+        """Compare the last call of a stream, too, at the end of the script."""
+        with self._lock:
+            _keep(self._streams, id(stream), stream)
+
+    def add(self, stream: Stream, at: At, values: object) -> None:
+        """Compare the values of a call with those of the neighbors, once they have theirs."""
+        if self._rank > 0:
+            self._monitor.send(self._rank - 1, "neighbor", (at, values))
+        if self._rank < self._size - 1:
+            with self._lock:
+                _keep(self._mine, at, (values, stream))
+            self._compare(at)
+
+    def _on_values(self, rank: int, message: tuple[At, object]) -> None:
+        at, values = message
+        with self._lock:
+            _keep(self._theirs, at, values)
+        self._compare(at)
+
+    def _compare(self, at: At) -> None:
+        """Compare the values of a call if both ranks' are here, and tell all ranks."""
+        with self._lock:
+            if at not in self._mine or at not in self._theirs:
+                return
+            (mine, stream), theirs = self._mine.pop(at), self._theirs.pop(at)
+        finding = None if mine == theirs else stream.difference(mine, theirs, self._rank + 1)
+        if finding is None:
+            return
+        # A rank that leaves sends no more; then the others leave, too, and this one ends the job.
+        if not self._leaving:
+            self._monitor.send_all("neighbors differ", (at, finding))
+        self._on_finding(self._rank, (at, finding))
+
+    def _on_finding(self, rank: int, message: tuple[At, Finding]) -> None:
+        at, finding = message
+        with self._lock:
+            # Several ranks may tell the same; what was raised already is no news.
+            if at.errors == self._registry.mismatches and finding not in self.found:
+                self.found.append(finding)
+
+    def count(self, has_failed: Callable[[], bool]) -> None:
+        """Count a call of a program with collectives.
+
+        Args:
+          has_failed: waits for the program, and returns whether it has failed.
+        """
+        if self.errors != self._registry.mismatches:
+            # The ranks begin to count again after a mismatch. On a rank whose programs are under
+            # way for long, some more calls fail by it, which others do not make.
+            if has_failed():
+                return
+            self.errors, self.calls = self._registry.mismatches, 0
+        self.calls += 1
+
+    def take(self) -> Finding | None:
+        """Return a finding for this rank to raise, once."""
+        with self._lock:
+            return self.found.pop(0) if self.found else None
+
+    def note_error(self) -> None:
+        """Note that a call raises a mismatch, as on all ranks.
+
+        It counts on some of them, and not on others, so they begin to count again. What was found
+        until now is dropped: it is this error.
+        """
+        with self._lock:
+            self.errors, self.calls = self._registry.mismatches, 0
+            self.found.clear()
+
+    def _at_end(self, reason: str) -> None:
+        """Compare the last calls, where the script ends in order."""
+        if reason != "the end":
+            return
+        self._leaving = True
+        for stream in list(self._streams.values()):
+            stream.send_last()
+
+    def _unraised(self) -> str:
+        """Return why the job ends at the end of the script; "" for no reason."""
+        finding = self.take()
+        return str(finding.error()) if finding else ""
+
+
+def _keep(kept: dict[K, V], key: K, value: V) -> None:
+    """Add an entry, and drop the oldest ones: those of another rank may never come."""
+    kept[key] = value
+    for old in list(kept)[:-MAX_KEPT]:
+        del kept[old]
