@@ -155,6 +155,8 @@ class Registry:
     found: dict[str, Exception] = field(default_factory=dict)
     # the user's line of the last `shard` that gave the ranks parts of different lengths
     uneven_shard: str = ""
+    # the user's lines of `shard` whose data the ranks have compared
+    shards: set[str] = field(default_factory=set)
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
     kept: int = 0  # errors so far
 
