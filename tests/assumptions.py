@@ -602,6 +602,9 @@ def name_in(text):
     """Return the name of the finding in the text of an error or a warning; None if it has none."""
     if "would keep its part of another array" in text:  # `fully_shard`
         return "unequal_start"
+    # plain `jax.jit` has no `allow`, and xla refuses it
+    if "has skipped an update" in text or "Use jaxmpi.jit instead of jax.jit" in text:
+        return "skipped_update"
     found = re.search(r'allow="(\w+)" turns this check off', text)
     return found and found[1]
 
@@ -615,7 +618,8 @@ def run(program):
             for x in program.batches():
                 i += 1
                 one(i, jnp.asarray(x))
-    except jaxmpi.RankMismatchError as error:
+    # plain `jax.jit` raises an error of JAX with this text
+    except (jaxmpi.RankMismatchError, RuntimeError) as error:
         return name_in(str(error)) or f"another error: {error}", i
     return None
 
@@ -626,7 +630,8 @@ def main(which, first, last):
     for seed in range(int(first), int(last)):
         program = Program(seed, jaxmpi.size(), right=which == "right")
         found = jaxmpi.allgather_object(run(program))
-        assert len({str(one) for one in found}) == 1, f"{seed} {program}: {found}"
+        # the steps may differ: under plain `jax.jit`, ranks wait for one that has skipped a step
+        assert len({one and one[0] for one in found}) == 1, f"{seed} {program}: {found}"
         expected = ",".join(NAMES.get(program.breaks, ()))
         late = "" if found[0] is None else f" {found[0][1]} {program.at}"
         name = "nothing" if found[0] is None else found[0][0]
