@@ -54,8 +54,9 @@ def shard(
     call from a line of code, on the main thread, the ranks compare the length of the data and a few
     samples, as in `batches`.
 
-    **Collective:** every rank calls it; with `allow="data_order"`, and on other threads, it is
-    local. **Communication:** 16 bytes at the first call from a line. NumPy arrays are not copied.
+    **Collective:** every rank calls it; with `allow="data_order"`, on other threads and in traced
+    code it is local. **Communication:** 16 bytes at the first call from a line. NumPy arrays are
+    not copied.
 
     Args:
         data: A pytree of arrays that share their leading axis (dict, tuple, NamedTuple, dataclass
@@ -315,8 +316,8 @@ def check_data(data: PyTree | RandomAccess, *, seed: int = 0, axis: Axis = AXIS)
     type. If the first sample is another one when it is read again, as with random crops, all
     samples count by their types: pass the data set without them.
 
-    **Collective:** every rank calls it. **Communication:** 16 bytes; one rank only checks the type
-    of the data.
+    **Collective:** every rank calls it. **Communication:** 16 bytes. On one rank, and in traced
+    code, only the type of the data is checked.
 
     Args:
         data: The whole data, as for `shard`.
@@ -336,7 +337,7 @@ def check_data(data: PyTree | RandomAccess, *, seed: int = 0, axis: Axis = AXIS)
     """
     backend = session.current("check_data")
     _, size = _along("check_data", axis, backend, backend.place.rank)
-    if len(backend.ranks_here) == backend.place.size or size == 1:
+    if len(backend.ranks_here) == backend.place.size or size == 1 or _jaxcompat.tracing():
         open_whole("check_data", data)
         return
     with compare.raising_on_all(backend, "check_data"):
@@ -499,9 +500,13 @@ class _Agreement:
 
 
 def _may_communicate() -> bool:
-    """Return whether this is the main thread of the rank itself, and no process of a loader."""
+    """Return whether collectives may be called here.
+
+    That is on the main thread of the rank itself, not in the processes of a loader, and not while a
+    function is traced, which may happen on one rank alone.
+    """
     is_main = threading.current_thread() is threading.main_thread()
-    return is_main and multiprocessing.parent_process() is None
+    return is_main and multiprocessing.parent_process() is None and not _jaxcompat.tracing()
 
 
 def _groups(backend: Ranks, axis: Axis) -> Sequence[Sequence[int]]:

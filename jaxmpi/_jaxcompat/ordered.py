@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax._src import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
@@ -158,30 +158,25 @@ def rewrite_branches(
         return
 
     def lower_cond(
-        ctx: mlir.LoweringRuleContext,
-        index: "ir.Value",
-        *args: "ir.Value",
-        branches: tuple[ClosedJaxpr, ...],
-        **params: object,
+        ctx: mlir.LoweringRuleContext, *args: "ir.Value", **params: Any
     ) -> Sequence["ir.Value"]:
+        branches = params.get("branches", ())
         if any(branch.effects for branch in branches):
-            branches = tuple(rewrite(branches))
-        return rule_of_cond(ctx, index, *args, branches=branches, **params)
+            params["branches"] = tuple(rewrite(branches))
+        return rule_of_cond(ctx, *args, **params)
 
     def lower_while(
-        ctx: mlir.LoweringRuleContext,
-        *args: "ir.Value",
-        body_jaxpr: ClosedJaxpr,
-        **params: object,
+        ctx: mlir.LoweringRuleContext, *args: "ir.Value", **params: Any
     ) -> Sequence["ir.Value"]:
-        call = before_loop(body_jaxpr) if body_jaxpr.effects else None
+        body = params.get("body_jaxpr")
+        call = before_loop(body) if body is not None and body.effects else None
         if call is None:
-            return rule_of_while(ctx, *args, body_jaxpr=body_jaxpr, **params)
+            return rule_of_while(ctx, *args, **params)
         # the call, then the loop with the tokens of the call
         first = ctx.replace(avals_in=(), avals_out=(), tokens_out=None)
         mlir.lower_fun(lambda: (call(), [])[1])(first)
         then = ctx.replace(tokens_in=first.tokens_out, tokens_out=None)
-        outs = rule_of_while(then, *args, body_jaxpr=body_jaxpr, **params)
+        outs = rule_of_while(then, *args, **params)
         ctx.set_tokens_out(then.tokens_out)
         return outs
 

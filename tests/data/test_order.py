@@ -230,6 +230,19 @@ def test_shard_is_compared_at_the_first_call_from_a_line():
 
 
 @run_ranks(2)
+def test_nothing_is_compared_in_traced_code():
+    def parts(x):
+        jaxmpi.check_data(x)
+        return jaxmpi.shard(x)[:]
+
+    x = np.arange(N)
+    if jaxmpi.rank():
+        jax.make_jaxpr(parts)(x)
+    np.testing.assert_array_equal(jax.jit(parts)(x), np.split(x, 2)[jaxmpi.rank()])
+    jaxmpi.barrier()
+
+
+@run_ranks(2)
 def test_sources_with_code_of_their_own_are_read_by_check_data_alone():
     source = Source([{"id": i} for i in mine("reversed")])
     batches = jaxmpi.batches(source, 6)
