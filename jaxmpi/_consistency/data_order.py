@@ -11,7 +11,7 @@ from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.compare import gather_reports
 from jaxmpi._consistency.findings import Finding
 from jaxmpi._consistency.mismatch import Call, Details, Report, mismatch_of, outliers
-from jaxmpi._data.fingerprint import Fingerprint
+from jaxmpi._data.fingerprint import Fingerprint, Rough
 
 __all__ = ["check_same_data"]
 
@@ -39,8 +39,8 @@ def check_same_data(
       has_allow: whether the function has the argument `allow`.
 
     Returns:
-      Whether the samples are equal on all ranks, as far as all of them have a fingerprint. It is
-      the same on all ranks.
+      Whether the samples are equal on all ranks, and not up to rounding alone; False if not all
+      ranks have a fingerprint. It is the same on all ranks.
 
     Raises:
       RankMismatchError: on every rank.
@@ -54,6 +54,7 @@ def check_same_data(
     details: Details = {
         "given": list(arguments),
         "samples": [tuple(place) for place in places],
+        "rough": fingerprint.rough() if fingerprint else [],
         "in_words": fingerprint.in_words() if fingerprint else [],
     }
     reports = gather_reports(backend, call, details)
@@ -68,12 +69,20 @@ def check_same_data(
     return False
 
 
+def _are_alike(mine: Sequence[Rough], theirs: Sequence[Rough]) -> bool:
+    """Return whether samples are equal up to rounding."""
+    return all(here.is_like(there) for here, there in zip(mine, theirs, strict=True))
+
+
 def _raise_difference(
     function: str, reports: Sequence[Report], groups: Sequence[Sequence[int]], *, has_allow: bool
 ) -> None:
     """Raise the error of the first group whose ranks have different samples, if there is one."""
     for group in groups:
         samples = [tuple(reports[rank].details["samples"]) for rank in group]
+        rough = [reports[rank].details["rough"] for rank in group]
+        if all(_are_alike(rough[0], theirs) for theirs in rough[1:]):
+            continue
         differ = outliers(samples)
         if not differ:
             continue

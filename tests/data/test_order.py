@@ -25,6 +25,7 @@ from jaxmpi._data.sampler import open_whole
 from jaxmpi.testing import run_ranks
 
 N = 24
+NOISE = np.random.default_rng(0).normal(size=(N, 700)).astype(np.float32)
 
 
 class Color(enum.Enum):
@@ -36,6 +37,21 @@ class Color(enum.Enum):
 class Record:
     path: str
     label: int
+
+
+@jax.tree_util.register_pytree_node_class
+class Columns:
+    """A tree of arrays that is no container of Python."""
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+    def tree_flatten(self):
+        return self.columns, None
+
+    @classmethod
+    def tree_unflatten(cls, _, columns):
+        return cls(*columns)
 
 
 class Opaque:
@@ -78,10 +94,20 @@ DATA = {
     "dict of arrays": lambda order: {"x": np.zeros((N, 2)), "y": np.asarray(order)},
     "array of jax": lambda order: jnp.asarray(order),
     "bfloat16": lambda order: (jnp.asarray(order, jnp.bfloat16), jnp.zeros(N)),
+    "noise": lambda order: NOISE[np.asarray(order)],
+    "short noise": lambda order: jnp.asarray(NOISE[np.asarray(order)], jnp.bfloat16),
+    "shortest noise": lambda order: jnp.asarray(NOISE[np.asarray(order)], jnp.float8_e4m3fn),
+    "complex noise": lambda order: [*(NOISE[np.asarray(order)] * 1j)],
     "fortran": lambda order: np.asfortranarray(np.asarray(order)[:, None] * np.ones((N, 3))),
     "memory map": mapped,
     "array of texts": lambda order: np.array([f"sample {i}" for i in order]),
     "array of objects": lambda order: np.array([{"id": i} for i in order], object),
+    "record of arrays": lambda order: Columns(np.zeros((N, 2)), np.asarray(order, np.float32)),
+    "many arrays": lambda order: (
+        *[np.zeros(N)] * 20,
+        *[np.asarray(order, np.float16)] * 20,
+    ),
+    "mostly zeros": lambda order: np.eye(N, 784, dtype=np.float32)[np.asarray(order)],
     "array with NaN": lambda order: np.where(np.asarray(order) % 2, np.nan, np.asarray(order)),
     "numbers": lambda order: [*order],
     "a range": lambda order: range(order[0], order[-1] + order[1] - order[0], order[1] - order[0]),
@@ -283,6 +309,14 @@ def test_what_ranks_may_have_is_no_error():
     for data in ([], np.zeros((0, 3)), [None] * 5, np.zeros((4, 0)), [float("nan")] * 4):
         jaxmpi.check_data(data)
         jaxmpi.shard(data)
+    # what each host computes may differ in the last bits
+    x = np.linspace(0.1, 1, 4 * N, dtype=np.float32).reshape(N, 4)
+    x = np.nextafter(x, np.float32(9)) if rank else x
+    for data in (x, {"x": x, "y": np.arange(N)}, [{"x": row, "y": 1.5} for row in x], x * 1j):
+        loader = jaxmpi.batches(data, 6)
+        loader.agree()
+        loader.agree()
+        jaxmpi.check_data(data)
     loops = [[]]
     loops[0].append(loops)
     jaxmpi.check_data([{"a": loops}, {"a": loops}])
