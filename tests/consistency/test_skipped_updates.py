@@ -314,3 +314,29 @@ def test_a_turn_more_on_one_rank(way):
             jax.block_until_ready(loop(turns, x))
 
     refused(apart, "a loop of allreduce sum of float32[3]")
+
+
+@run_ranks(2, 3)
+def test_equal_branches_and_loops_are_no_error_in_any_order():
+    x, rng, n = jnp.ones((100, 100)), np.random.default_rng(5), jaxmpi.size()
+    branch = jax.jit(lambda flag, x: lax.cond(flag, total, lambda x: x @ x * 0 + x, x))
+    loop = jax.jit(
+        lambda turns, x: lax.while_loop(
+            lambda c: c[0] < turns, lambda c: (c[0] + 1, total(c[1]) / n), (0, x)
+        )[1]
+    )
+    mean = jaxmpi.jit(lambda x: lax.pmean(x, jaxmpi.AXIS))
+    calls = (
+        lambda flag: (branch(flag, x), n if flag else 1),
+        lambda flag: (loop(2 * flag, x), 1),
+        lambda _: (mean(x), 1),
+        lambda flag: (lax.cond(flag, total, lambda x: x, x), n if flag else 1),
+        lambda _: (jaxmpi.tree_allreduce(x), 1),
+    )
+    for i in range(200):  # most of them without a wait for the one before
+        out, want = calls[rng.integers(len(calls))](int(rng.integers(2)))
+        if i % 20 == 0:
+            assert float(out[0, 0]) == want
+        if jaxmpi.rank() == 0 and i % 40 == 0:
+            time.sleep(0.01)
+    jaxmpi.barrier()
