@@ -51,7 +51,7 @@ from ._world.simulate import simulate
 from ._world.world import World
 from .checkpoint import latest, restore, save
 from .console import average_metrics, get_logger, print, progress
-from .data import batches, per_rank_batches, rank_key, shard
+from .data import batches, check_data, per_rank_batches, rank_key, shard
 from .diagnose import explain
 
 __version__: str
@@ -80,6 +80,7 @@ __all__ = [
     "batches",
     "broadcast_object",
     "busy",
+    "check_data",
     "check_replicas",
     "clip_by_global_norm",
     "codecs",

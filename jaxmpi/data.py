@@ -13,7 +13,7 @@ any p and any B.
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -26,27 +26,37 @@ from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.data_order import check_same_data
+from jaxmpi._consistency.findings import checked_names, is_checked
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._data.feeds import BatchesFeed
+from jaxmpi._data.fingerprint import Fingerprint, fingerprint_of_samples
 from jaxmpi._data.per_rank import Exchange, Layout, PerRankBatches
 from jaxmpi._data.prefetch import AHEAD_BATCHES, Prefetched, prefetch
-from jaxmpi._data.sampler import Batches, Cursor, Shard
+from jaxmpi._data.sampler import Batches, Cursor, Shard, open_whole
 from jaxmpi._data.sources import RandomAccess
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
-__all__ = ["Batches", "Shard", "batches", "per_rank_batches", "rank_key", "shard"]
+__all__ = ["Batches", "Shard", "batches", "check_data", "per_rank_batches", "rank_key", "shard"]
 
 
-def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
+def shard(
+    data: PyTree | RandomAccess, *, axis: Axis = AXIS, allow: str | Sequence[str] = ()
+) -> Shard:
     """Return this rank's part of the data, as a sequence.
 
     part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋): every sample on exactly one rank, in order, for every N
     and p; a part can be empty. For training use `batches`, which gives every rank the same number
     of steps.
 
-    **Collective:** no; but the parts fit together only if every rank has the same data.
-    **Communication:** none: nothing is sent, and NumPy arrays are not copied.
+    The parts fit together only if every rank has the same data in the same order. So at the first
+    call from a line of code, on the main thread, the ranks compare the length of the data and a few
+    samples, as in `batches`.
+
+    **Collective:** every rank calls it; with `allow="data_order"`, on other threads and in traced
+    code it is local. **Communication:** 16 bytes at the first call from a line. NumPy arrays are
+    not copied.
 
     Args:
         data: A pytree of arrays that share their leading axis (dict, tuple, NamedTuple, dataclass
@@ -54,14 +64,16 @@ def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
             `__getitem__` (a list of samples, a torch, Hugging Face or Grain source).
         axis: The axis, or axes, of the ranks that the data is split over, as in `tree_allreduce`;
             ranks that differ along others only have the same part.
+        allow: "data_order" turns the comparison off.
 
     Returns:
         A sequence; a slice of it is a pytree of sliced arrays, or a list of samples.
 
     Raises:
+        RankMismatchError: On every rank, if the data differ between the ranks.
         TypeError: `data` is neither, is a list of arrays of equal lengths, which may be columns, or
           is a `Shard` already.
-        ValueError: The leaves differ in length.
+        ValueError: The leaves differ in length; `allow` has an unknown name.
 
     >>> import jaxmpi, numpy as np
     >>> part = jaxmpi.shard({"x": np.arange(18.0).reshape(9, 2), "y": np.arange(9) % 4})
@@ -74,9 +86,22 @@ def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
         "batches."
     )
     rank, size = _along("shard", axis, backend, backend.place.rank)
-    part = Shard(data, rank=rank, size=size)
+    is_compared = is_checked("data_order", checked_names("shard", allow)) and size > 1
+    line = _jaxcompat.called_at()
+    # A script may call it for each batch: its messages would wait for the step before.
+    if not is_compared or line in backend.registry.shards or not _may_communicate():
+        part = Shard(data, rank=rank, size=size)
+    else:
+        with compare.raising_on_all(backend, "shard"):
+            part = Shard(data, rank=rank, size=size)
+        arguments = [f"shard samples={len(part.source)}"]
+        if axis != AXIS:
+            arguments.append(f"shard axis={axis}")
+        fingerprint = fingerprint_of_samples(part.source, None)
+        check_same_data(backend, "shard", arguments, fingerprint, _groups(backend, axis))
+        backend.registry.shards.add(line)
     if not part.even:  # a loop over it is longer on some ranks
-        backend.registry.uneven_shard = _jaxcompat.called_at()
+        backend.registry.uneven_shard = line
     return part
 
 
@@ -89,6 +114,7 @@ def batches(
     start: int | Mapping[str, Any] = 0,
     remainder: Literal["drop", "mask"] = "drop",
     axis: Axis = AXIS,
+    allow: str | Sequence[str] = (),
 ) -> "Batches | StackedBatches":
     """Return this rank's rows of every global batch, as an iterable of one epoch after the other.
 
@@ -105,6 +131,12 @@ def batches(
     Where an iteration begins on the main thread, the ranks compare their arguments, the length of
     the data and where they are in it; `prefetch` does it there, too. On other threads, and in the
     processes of a loader, nothing is compared.
+
+    They also compare a few samples: the first, the middle and the last one, and 29 that the seed
+    selects. These are rows of NumPy arrays, memory maps and arrays of JAX, and what is in a list:
+    numbers, texts, paths by their last two names, small tuples, lists and dicts, and arrays; other
+    objects by their type and shape. A source with a `__getitem__` of its own is not read for that:
+    use `check_data`.
 
     **Collective:** every rank iterates, with the same arguments; `len`, `position` and `state` are
     local. **Communication:** 16 bytes for an iteration.
@@ -123,6 +155,7 @@ def batches(
             divide. "mask" takes every sample exactly once: it yields `(batch, mask)` of ⌈B/p⌉ rows
             each, where rows with a False mask repeat a sample and do not count.
         axis: As for `shard`: the ranks along it share each global batch.
+        allow: "data_order" leaves the samples out of the comparison.
 
     Returns:
         An iterable. Its `epoch` and `position` are those of the batch in hand, its `len` is the
@@ -134,11 +167,12 @@ def batches(
         UserWarning: On rank 0, when an iteration begins that has no step.
 
     Raises:
-        RankMismatchError: On every rank, when an iteration begins, if their arguments or states
-          differ.
+        RankMismatchError: On every rank, when an iteration begins, if their arguments, states or
+          samples differ.
         TypeError: As for `shard`, or an argument is not an int.
         ValueError: An argument is out of its range, the ranks do not divide `batch_size`, samples
-            do not stack, or a state belongs to other data or another seed.
+            do not stack, a state belongs to other data or another seed, or `allow` has an unknown
+            name.
 
     >>> import jaxmpi, numpy as np
     >>> loader = jaxmpi.batches(np.arange(10.0), 4, seed=0)
@@ -151,21 +185,25 @@ def batches(
     [6.0, 22.0, 17.0]
     """
     backend = session.current("batches")
+    allowed = checked_names("batches", allow)
     _, size = _along("batches", axis, backend, backend.place.rank)
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
     places = [_along("batches", axis, backend, rank)[0] for rank in backend.ranks_here]
     ranks = [Batches(data, batch_size, rank=place, size=size, **options) for place in places]
     made = ranks[0]
     if len(ranks) < backend.place.size:
-        arguments = {
+        arguments: dict[str, object] = {
             "samples": made.samples,
             "batch_size": batch_size,
             "seed": seed,
             "remainder": remainder,
         }
-        made.agree = partial(
-            _agree, backend, made, arguments if axis == AXIS else {**arguments, "axis": axis}
-        )
+        if axis != AXIS:
+            arguments["axis"] = axis
+        if allowed:
+            arguments["allow"] = sorted(allowed)
+        is_compared = is_checked("data_order", allowed)
+        made.agree = _Agreement(backend, made, arguments, _groups(backend, axis), seed, is_compared)
     return backend.eager(alone=_first, stacked=_side_by_side, parallel=_first)(ranks)
 
 
@@ -260,6 +298,56 @@ def per_rank_batches(
 
     ranks = Exchange(check, layouts, vote)
     return PerRankBatches(read_ahead, read_ahead.reading, remainder, ranks)
+
+
+def check_data(data: PyTree | RandomAccess, *, seed: int = 0, axis: Axis = AXIS) -> None:
+    """Check that all ranks have the same data in the same order.
+
+    It reads a few samples on each rank, and the ranks compare them: the first, the middle and the
+    last one, and 29 that the seed selects. Call it once, before the training, for data of which
+    jaxmpi sees the row numbers only: a data set that Grain, a torch DataLoader or tf.data reads, or
+    that has a `__getitem__` of its own. `batches` and `shard` check arrays and lists by themselves.
+
+        jaxmpi.check_data(dataset)
+        plan = jaxmpi.batches(np.arange(len(dataset)), B, seed=0)
+
+    Numbers, texts, paths (by their last two names), arrays, and small tuples, lists and dicts of
+    these count by their values, and so does what converts to a NumPy array; other objects by their
+    type. If the first sample is another one when it is read again, as with random crops, all
+    samples count by their types: pass the data set without them.
+
+    **Collective:** every rank calls it. **Communication:** 16 bytes. On one rank, and in traced
+    code, only the type of the data is checked.
+
+    Args:
+        data: The whole data, as for `shard`.
+        seed: Which samples are compared: another seed selects others.
+        axis: The ranks that share the data, as in `tree_allreduce`; each group may have its own,
+            of one length.
+
+    Raises:
+        RankMismatchError: On every rank, if the number of samples, or a sample, differs between the
+            ranks: with its number and the ranks. Also if a sample cannot be read on another rank;
+            there the error is that of the data.
+        TypeError: As for `shard`.
+        ValueError: The leaves differ in length; an unknown axis; a negative seed.
+
+    >>> import jaxmpi
+    >>> jaxmpi.check_data(sorted(["b.png", "a.png"]))
+    """
+    backend = session.current("check_data")
+    _, size = _along("check_data", axis, backend, backend.place.rank)
+    if len(backend.ranks_here) == backend.place.size or size == 1 or _jaxcompat.tracing():
+        open_whole("check_data", data)
+        return
+    with compare.raising_on_all(backend, "check_data"):
+        source = open_whole("check_data", data)
+        fingerprint = fingerprint_of_samples(source, seed, read=True)
+    arguments = [f"check_data samples={len(source)}", f"check_data seed={seed}"]
+    if axis != AXIS:
+        arguments.append(f"check_data axis={axis}")
+    groups = _groups(backend, axis)
+    check_same_data(backend, "check_data", arguments, fingerprint, groups, has_allow=False)
 
 
 def _along(function: str, axis: Axis, backend: Ranks, rank: int) -> tuple[int, int]:
@@ -371,17 +459,56 @@ class StackedBatches(Iterable[PyTree]):
             of_rank.go_to(at)
 
 
-def _agree(backend: Ranks, made: Batches, arguments: Mapping[str, object]) -> None:
-    """Compare arguments and places, if collectives may be called here.
+class _Agreement:
+    """Comparison of the ranks when an iteration of `batches` begins.
 
-    That is on the main thread of the rank itself, and not in the processes of a loader.
+    Args:
+      backend: the ranks.
+      made: the batches.
+      arguments: that must be equal on all ranks.
+      groups: the ranks that share one data set, for each data set.
+      seed: of the samples that are compared.
+      is_compared: whether any are.
     """
-    if (
-        threading.current_thread() is threading.main_thread()
-        and multiprocessing.parent_process() is None
-    ):
-        at = {"epoch": made.epoch, "start": made.position}
-        lines = [f"batches {name}={value}" for name, value in {**arguments, **at}.items()]
-        compare.check_consistent(
-            backend, Call.of("batches", "\n".join(lines)), lambda: {"given": lines}
-        )
+
+    def __init__(
+        self,
+        backend: Ranks,
+        made: Batches,
+        arguments: Mapping[str, object],
+        groups: Sequence[Sequence[int]],
+        seed: int | None,
+        is_compared: bool,
+    ) -> None:
+        self._backend, self._made, self._arguments = backend, made, arguments
+        self._groups, self._seed, self._is_compared = groups, seed, is_compared
+
+    def __call__(self) -> None:
+        """Compare arguments, places and samples, if collectives may be called here."""
+        if not _may_communicate():
+            return
+        at = {"epoch": self._made.epoch, "start": self._made.position}
+        lines = [f"batches {name}={value}" for name, value in {**self._arguments, **at}.items()]
+        fingerprint = self._fingerprint if self._is_compared else None
+        if not check_same_data(self._backend, "batches", lines, fingerprint, self._groups):
+            # Each group has data of its own, or some ranks cannot compare: only once is enough.
+            self._is_compared = False
+
+    @cached_property
+    def _fingerprint(self) -> Fingerprint | None:
+        return fingerprint_of_samples(self._made.source, self._seed)
+
+
+def _may_communicate() -> bool:
+    """Return whether collectives may be called here.
+
+    That is on the main thread of the rank itself, not in the processes of a loader, and not while a
+    function is traced, which may happen on one rank alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and multiprocessing.parent_process() is None and not _jaxcompat.tracing()
+
+
+def _groups(backend: Ranks, axis: Axis) -> Sequence[Sequence[int]]:
+    """Return the ranks that share one data set, for each group along an axis."""
+    return groups_along(backend.axes, _axis.names(axis))

@@ -403,6 +403,14 @@ ffi::Error compare_on_host(ffi::RemainingArgs, ffi::RemainingRets, int64_t finge
   });
 }
 
+// Record the branch in which a program under plain jax.jit is.
+ffi::Error record_branch(ffi::RemainingArgs, ffi::RemainingRets, int64_t fingerprint) {
+  return reported([&] {
+    current(kAll);
+    uncompared.record(fingerprint);
+  });
+}
+
 // Return the number of this rank, so that the programs of all ranks are the same.
 ffi::Error rank_value(ffi::Result<ffi::BufferR0<ffi::DataType::S32>> out) {
   *out->typed_data() = rank_of_process;
@@ -429,6 +437,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(take_handler, take_on_host, bound().Attrs<CallAttributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(compare_handler, compare_on_host,
                               bound().Attr<int64_t>("fingerprint").Attr<bool>("later"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(branch_handler, record_branch, bound().Attr<int64_t>("fingerprint"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value,
                               ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::DataType::S32>>());
 
@@ -443,6 +452,7 @@ void* find(const std::string& name) {
   if (name == "send_ahead") return reinterpret_cast<void*>(send_ahead_handler);
   if (name == "take") return reinterpret_cast<void*>(take_handler);
   if (name == "compare") return reinterpret_cast<void*>(compare_handler);
+  if (name == "branch") return reinterpret_cast<void*>(branch_handler);
   if (name == "gpu") return reinterpret_cast<void*>(gpu_handler);
   if (name == "rehearsal") return reinterpret_cast<void*>(rehearsal_handler);
   if (name == "rank") return reinterpret_cast<void*>(rank_handler);

@@ -23,12 +23,21 @@ uint64_t mixed(uint64_t a, uint64_t b) {
 bool UncomparedCalls::compare_now(int64_t program) {
   const Lock lock(mutex_);
   if (since_ >= kMost || !known_.count(program)) return true;
-  digest_ = mixed(digest_, program);
-  last_.push_back(program);
-  if (last_.size() > kLast) last_.pop_front();
-  ++count_;
+  add(program);
   ++since_;
   return false;
+}
+
+void UncomparedCalls::record(int64_t branch) {
+  const Lock lock(mutex_);
+  add(branch);
+}
+
+void UncomparedCalls::add(int64_t call) {
+  digest_ = mixed(digest_, call);
+  last_.push_back(call);
+  if (last_.size() > kLast) last_.pop_front();
+  ++count_;
 }
 
 void UncomparedCalls::compared(int64_t program) {

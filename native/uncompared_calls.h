@@ -1,4 +1,5 @@
-// Calls of programs that the ranks have not compared yet, and compare with their next message.
+// Calls of programs, and branches of them, that the ranks have not compared yet, and compare with
+// their next message.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +22,17 @@ struct Fingerprints {
 // call sends a comparison. Later ones become part of what the following messages compare: nothing
 // more is sent, and a difference is found at the next message, or at the comparison that is sent
 // after kMost calls.
+//
+// A program under plain jax.jit does not compare itself. Where it takes a branch, and other
+// branches send other messages, the branch counts as a call here.
 class UncomparedCalls {
  public:
   // Record a call of a program, to be compared with the next message; or return true, on all ranks
   // alike, if they must compare it now.
   bool compare_now(int64_t program);
+
+  // Record a branch that a program takes, to be compared with the next message.
+  void record(int64_t branch);
 
   // Record that the ranks have compared a program.
   void compared(int64_t program);
@@ -46,10 +53,12 @@ class UncomparedCalls {
  private:
   std::mutex mutex_;
   std::set<int64_t> known_;   // programs that the ranks have compared
-  std::deque<int64_t> last_;  // the programs of the last calls
-  int64_t count_ = 0;         // calls
+  std::deque<int64_t> last_;  // the programs of the last calls, and branches
+  int64_t count_ = 0;         // calls and branches
   int64_t since_ = 0;         // calls since the last message to all ranks
   uint64_t digest_ = 0;       // of all calls, in their order
+
+  void add(int64_t call);  // with the lock
 };
 
 }  // namespace jaxmpi

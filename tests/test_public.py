@@ -510,7 +510,7 @@ def simulation():
 # data
 
 
-@row("batches", "prefetch", "data.Batches", "data.Shard", "shard", "rank_key")
+@row("batches", "check_data", "prefetch", "data.Batches", "data.Shard", "shard", "rank_key")
 def data():
     n, samples = jaxmpi.size(), np.arange(12.0)
 
@@ -518,6 +518,7 @@ def data():
         with refused(simulated(), RuntimeError, "shard: simulated ranks take one step together"):
             part = jaxmpi.shard(samples)
             assert isinstance(part, jaxmpi.data.Shard) and len(part) == 12 // n
+        jaxmpi.check_data(samples)
         batches = jaxmpi.batches(samples, 4)
         assert simulated() or isinstance(batches, jaxmpi.data.Batches)
         first = next(iter(jaxmpi.prefetch(batches)))

@@ -28,6 +28,7 @@ xla                NCCL or gloo, on JAX's own processes, which the ranks join
 
 Collectives in programs:
 primitive          one JAX primitive for all collectives of backend "mpi"
+branches           branches under plain `jax.jit` that send different messages
 sent_ahead         messages from one call of a program to a later one
 lax_collectives    collectives by JAX's own, where the axis is bound
 wire               collectives by a transport that lacks a dtype, an operation or groups

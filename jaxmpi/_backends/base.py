@@ -12,13 +12,16 @@ from jaxmpi._backends.groups import described
 
 __all__ = [
     "ArrayType",
+    "Branch",
     "Collective",
     "Event",
+    "Explain",
     "Message",
     "Overlap",
     "Place",
     "Registry",
     "Started",
+    "Taken",
     "Target",
     "fingerprint_of",
 ]
@@ -123,6 +126,41 @@ class Overlap(NamedTuple):
     take: Take | None = None
 
 
+class Branch(NamedTuple):
+    """One branch of a `lax.cond` whose branches send different messages.
+
+    Attributes:
+      function: the function of jaxmpi that sends them, such as "distributed".
+      line: the user's line, as "file:line"; "" if it is not known.
+      number: of the first branch that sends these messages, from 0.
+      messages: what it sends, in words; () for nothing.
+    """
+
+    function: str
+    line: str
+    number: int
+    messages: tuple[str, ...]
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        return f"{', '.join(self.messages) or 'nothing'} in a branch{at}"
+
+
+class Taken(NamedTuple):
+    """Branches of one `lax.cond` that the ranks take, and that differ.
+
+    Attributes:
+      branches: one of each rank, in the order of the ranks.
+    """
+
+    branches: tuple[Branch, ...]
+
+
+# Returns the text of the error where the ranks differ in a program. Takes its fingerprint; what
+# this rank was about to send, or what all ranks take; the ranks of the group, or () for all.
+Explain: TypeAlias = Callable[[int, str | Message | Taken, Sequence[int]], str]
+
+
 class Event(NamedTuple):
     """One collective of this rank, with times by `time.monotonic_ns`, None where unknown."""
 
@@ -161,6 +199,8 @@ class Registry:
     found: dict[str, Exception] = field(default_factory=dict)
     # the user's line of the last `shard` that gave the ranks parts of different lengths
     uneven_shard: str = ""
+    # the user's lines of `shard` whose data the ranks have compared
+    shards: set[str] = field(default_factory=set)
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
     kept: int = 0  # errors so far
     mismatches: int = 0  # that all ranks have reported to each other so far

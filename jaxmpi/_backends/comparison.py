@@ -8,14 +8,14 @@ between programs.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import jax
 import numpy as np
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Event, Message
+from jaxmpi._backends.base import Event, Explain, Message
 from jaxmpi._backends.interface import Processes, Transport
 from jaxmpi._backends.mpi_library import Communicator
 
@@ -38,9 +38,7 @@ class Comparison(ABC):
         """Return which of two executors compares programs in this way; see `Ranks.executor`."""
 
     @abstractmethod
-    def explain_mismatches(
-        self, explain: Callable[[int, str | Message, Sequence[int]], str]
-    ) -> None:
+    def explain_mismatches(self, explain: Explain) -> None:
         """Have `explain` write errors; see `Ranks.explain_mismatches`."""
 
     @abstractmethod
@@ -100,6 +98,8 @@ class ComparesBefore(Comparison):
         self._mine, self._all = np.zeros(2, np.int64), np.zeros(2, np.int64)
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._compared = 0
+        # of branches, which some transport compares while a program runs
+        self.explain: Explain = lambda program, message, ranks: str(message)
 
     def extremes(self, fingerprint: int, title: str, program: int) -> tuple[int, int]:
         """Return the smallest and largest fingerprint, by one reduction for both."""
@@ -118,10 +118,9 @@ class ComparesBefore(Comparison):
         """Return `before`."""
         return before
 
-    def explain_mismatches(
-        self, explain: Callable[[int, str | Message, Sequence[int]], str]
-    ) -> None:
-        """Do nothing: the ranks compare a program before it sends messages."""
+    def explain_mismatches(self, explain: Explain) -> None:
+        """Have `explain` write the error where the ranks take different branches."""
+        self.explain = explain
 
     def communicator(self, ranks: Sequence[int]) -> Communicator:
         """Return the communicator of all ranks, which all take part in a comparison."""

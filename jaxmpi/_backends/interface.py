@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.base import Collective, Message, Place, Registry, Target
+from jaxmpi._backends.base import Branch, Collective, Explain, Message, Place, Registry, Target
 from jaxmpi._job.process.busy import note_end_of_work
 from jaxmpi._job.process.communicating_thread import Turn
 
@@ -163,6 +163,26 @@ class Transport(ABC):
 
         Returns:
           The function to call; None where the ranks compare the program in another way.
+        """
+
+    @abstractmethod
+    def compare_branch(
+        self, jaxpr: ClosedJaxpr, taken: Branch, branches: Sequence[Branch]
+    ) -> ClosedJaxpr:
+        """Return a branch of a `lax.cond` with a comparison of what the ranks take.
+
+        Args:
+          jaxpr: of the branch.
+          taken: what it is.
+          branches: all branches of the `lax.cond`.
+        """
+
+    @abstractmethod
+    def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
+        """Return what compares that the ranks begin a loop; None where they cannot.
+
+        Args:
+          messages: of one turn, in words.
         """
 
     # programs
@@ -323,9 +343,7 @@ class Ranks(ABC):
         """
 
     @abstractmethod
-    def explain_mismatches(
-        self, explain: Callable[[int, str | Message, Sequence[int]], str]
-    ) -> None:
+    def explain_mismatches(self, explain: Explain) -> None:
         """Have `explain` write the error where messages of a program differ between the ranks.
 
         Every rank of the message's group calls it, on the thread that communicates, with the

@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, primitive, wire
-from jaxmpi._backends.base import Collective, Place, Target
+from jaxmpi._backends.base import Branch, Collective, Place, Taken, Target
+from jaxmpi._backends.branches import compare_branches, only_together
 from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups, position
 from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
@@ -47,6 +48,8 @@ class Mpi4jax(MpiTransport):
         self._index = extension.rank_value(place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
         self.arrays = LocalArrays()
+        self._comparison: ComparesBefore | None = None  # of these ranks, once they have one
+        compare_branches()
 
     @property
     def size(self) -> int:
@@ -90,7 +93,31 @@ class Mpi4jax(MpiTransport):
 
     def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:
         """Return a comparison before each program."""
-        return ComparesBefore(ranks, objects, maximum)
+        self._comparison = ComparesBefore(ranks, objects, maximum)
+        return self._comparison
+
+    def compare_branch(
+        self, jaxpr: ClosedJaxpr, taken: Branch, branches: Sequence[Branch]
+    ) -> ClosedJaxpr:
+        """Return a branch that begins with an allgather of its number: 4 bytes from each rank.
+
+        Messages of mpi4jax carry no fingerprint. Where the numbers differ, no rank goes on.
+        """
+
+        def explain(everyone: np.ndarray) -> str:
+            assert self._comparison is not None
+            of_ranks = Taken(tuple(branches[i] for i in everyone.tolist()))
+            return self._comparison.explain(0, of_ranks, ())
+
+        def gather() -> jax.Array:
+            mine = lax.full((1,), taken.number, np.int32)
+            return self._mpi4jax.allgather(mine, comm=self._programs).reshape(-1)
+
+        return only_together(jaxpr, gather, explain)
+
+    def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
+        """Return None: the messages of the turns carry nothing to compare."""
+        return None
 
     def index(self) -> jax.Array | np.int32:
         """Return this rank's number."""

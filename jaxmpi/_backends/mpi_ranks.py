@@ -23,7 +23,7 @@ import numpy as np
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import asleep
-from jaxmpi._backends.base import Event, Message, Place, Registry
+from jaxmpi._backends.base import Event, Explain, Message, Place, Registry
 from jaxmpi._backends.comparison import EVENTS, MpiTransport
 from jaxmpi._backends.interface import Lowering, Processes
 from jaxmpi._backends.mpi_library import Communicator, Request, unlink_shared_memory
@@ -138,9 +138,7 @@ class MpiRanks(Processes):
         """Make a program one of the transport; a program of one rank sends nothing."""
         return (Identity() if self.place.size == 1 else self.transport).lower(lowering)
 
-    def explain_mismatches(
-        self, explain: Callable[[int, str | Message, Sequence[int]], str]
-    ) -> None:
+    def explain_mismatches(self, explain: Explain) -> None:
         """Have `explain` write the error where messages of a program differ."""
         self._comparison.explain_mismatches(explain)
 

@@ -25,15 +25,19 @@ from jax.extend.core import ClosedJaxpr
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, native_calls, primitive
 from jaxmpi._backends.base import (
+    Branch,
     Collective,
     Event,
+    Explain,
     Message,
     Overlap,
     Place,
     Started,
+    Taken,
     Target,
     fingerprint_of,
 )
+from jaxmpi._backends.branches import compare_branches
 from jaxmpi._backends.comparison import Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups, position
 from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
@@ -55,6 +59,18 @@ class Sent(NamedTuple):
     program: int  # the program's fingerprint
     message: Message  # the collective and its arrays
     position: int  # among the messages of its program, from 1; 0 if it is not one of them
+
+
+class Difference(NamedTuple):
+    """First call in which the ranks differ.
+
+    Attributes:
+      call: the fingerprint of this rank's call; 0 where it sent the message instead.
+      taken: the branches, if all ranks were in one.
+    """
+
+    call: int
+    taken: Taken | None
 
 
 def on_host() -> bool:
@@ -89,9 +105,11 @@ class Native(MpiTransport):
         self._transports: dict[tuple[tuple[int, ...], ...], int] = {}
         self._opened = Transports(mpi, native, place)
         self._sent: dict[int, Sent] = {}  # by fingerprint
+        self._branches: dict[int, Branch] = {}  # by fingerprint, as the ranks compare them
+        compare_branches()
         host = on_host()
         # also in a job of GPUs
-        for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):
+        for target in ("compare", "branch", "collective", "start", "wait", "send_ahead", "take"):
             handler = "host" if target == "collective" else target
             jax.ffi.register_ffi_target(f"jaxmpi_{target}", native.handler(handler), platform="cpu")
         self._on_host = host
@@ -99,6 +117,7 @@ class Native(MpiTransport):
         if not host:
             for target, handler in (
                 ("compare", "compare"),
+                ("branch", "branch"),
                 ("collective", "gpu"),
                 ("start", "start_gpu"),
                 ("wait", "wait"),
@@ -152,6 +171,23 @@ class Native(MpiTransport):
             return None
         later = all(map(self.compares, calls))
         return partial(primitive.compare_fingerprint, fingerprint, self, later=later)
+
+    def compare_branch(
+        self, jaxpr: ClosedJaxpr, taken: Branch, branches: Sequence[Branch]
+    ) -> ClosedJaxpr:
+        """Return a branch behind its record; the next message to all ranks compares the records."""
+        # Ranks may have another program each, if these send the same messages.
+        fingerprint = fingerprint_of(f"branch {taken.messages}")
+        self._branches.setdefault(fingerprint, taken)
+        self._sent[fingerprint] = Sent(0, Message(str(taken)), 0)
+        return _jaxcompat.behind(jaxpr, partial(native_calls.record_branch, self, fingerprint))
+
+    def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
+        """Return what records that a loop begins, as a branch is recorded."""
+        text = f"a loop of {', '.join(messages)}"
+        fingerprint = fingerprint_of(text)
+        self._sent[fingerprint] = Sent(0, Message(text), 0)
+        return partial(native_calls.record_branch, self, fingerprint)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays."""
@@ -259,6 +295,10 @@ class Native(MpiTransport):
         """Return the message with a fingerprint; None if this rank has traced none with it."""
         return self._sent.get(fingerprint)
 
+    def branches(self, fingerprints: Sequence[int]) -> dict[int, Branch]:
+        """Return the branches among the calls that were recorded, by fingerprint."""
+        return {x: self._branches[x] for x in fingerprints if x in self._branches}
+
     def members_of(self, transport: int) -> Sequence[int]:
         """Return the ranks of this rank's group in a transport; () for all ranks."""
         return self._opened.members[transport]
@@ -284,14 +324,15 @@ class InlineComparison(Comparison):
         self._transport, self._native = transport, transport.native
         self._ranks, self._objects = ranks, objects
 
-    def explain_mismatches(
-        self, explain: Callable[[int, str | Message, Sequence[int]], str]
-    ) -> None:
+    def explain_mismatches(self, explain: Explain) -> None:
         """Have `explain` write the error where the fingerprints of a message differ."""
 
         def handler(fingerprint: int, transport: int, calls: int) -> str:
             members = self._transport.members_of(transport)
-            _, call = (False, 0) if members else self._call_that_differs(calls)
+            difference = None if members else self._first_difference(calls)
+            if difference and difference.taken:
+                return explain(0, difference.taken, members)
+            call = difference.call if difference else 0
             earlier = Sent(fingerprint, Message("a program of an earlier init"), 0)
             sent = self._transport.described(call or fingerprint) or earlier
             text = str(sent.message)
@@ -302,7 +343,7 @@ class InlineComparison(Comparison):
         self._explain = explain
         self._native.on_mismatch(handler)
 
-    def _call_that_differs(self, calls: int) -> tuple[bool, int]:
+    def _first_difference(self, calls: int) -> Difference | None:
         """Find the first call in which the ranks differ, before a message in which they do.
 
         All ranks forget these calls.
@@ -311,18 +352,26 @@ class InlineComparison(Comparison):
           calls: how many calls this rank made before its message that are not compared yet.
 
         Returns:
-          Whether the ranks' calls differ, and the fingerprint of this rank's first call that
-          does; 0 where it sent the message instead.
+          The call, the same one on all ranks; None where they differ in the message alone.
         """
         first, made = self._native.calls_before(calls)
-        everyone = self._ranks.gather_details((first, made))
+        everyone = self._ranks.gather_details((first, made, self._transport.branches(made)))
         self._native.forget_calls()
-        begin = max(first for first, _ in everyone)
-        columns = zip_longest(*(theirs[begin - first :] for first, theirs in everyone), fillvalue=0)
-        number = next((i for i, column in enumerate(columns, begin) if len(set(column)) > 1), None)
-        if number is None:
-            return False, 0
-        return True, made[number - first] if number < calls else 0
+        begin = max(first for first, _, _ in everyone)
+        columns = zip_longest(
+            *(theirs[begin - first :] for first, theirs, _ in everyone), fillvalue=0
+        )
+        found = next((pair for pair in enumerate(columns, begin) if len(set(pair[1])) > 1), None)
+        if found is None:
+            return None
+        number, column = found
+        known: dict[int, Branch] = {}
+        for _, _, of_rank in everyone:
+            known.update(of_rank)
+        taken = None
+        if all(call in known for call in column):
+            taken = Taken(tuple(known[call] for call in column))
+        return Difference(made[number - first] if number < calls else 0, taken)
 
     def communicator(self, ranks: Sequence[int]) -> Communicator:
         """Return that of a group of ranks, if they have one; else that of all."""
@@ -350,11 +399,11 @@ class InlineComparison(Comparison):
                 raise found from None
             raise
         if smallest != largest:
-            differ, call = self._call_that_differs(calls)
-            if differ:
+            difference = self._first_difference(calls)
+            if difference:
                 earlier = Sent(program or fingerprint, Message(title), 0)
-                sent = self._transport.described(call) or earlier
-                text = self._explain(sent.program, sent.message, ())
+                sent = self._transport.described(difference.call) or earlier
+                text = self._explain(sent.program, difference.taken or sent.message, ())
                 if found := self._ranks.registry.pop(text):
                     raise found
         return smallest, largest

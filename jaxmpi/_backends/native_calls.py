@@ -25,7 +25,7 @@ from jaxmpi._backends.base import Collective, Place
 from jaxmpi._backends.extension import Extension
 from jaxmpi._backends.sent_ahead import NUMBER
 
-__all__ = ["compare", "run", "send_ahead", "start", "take"]
+__all__ = ["compare", "record_branch", "run", "send_ahead", "start", "take"]
 
 # what a primitive returns, and its effects
 Outputs: TypeAlias = tuple[list[ShapedArray], frozenset[Hashable]]
@@ -51,6 +51,11 @@ def compare(backend: NativeTransport, fingerprint: int, *, later: bool) -> None:
     With `later`, calls after the first one of a program are compared with the next message.
     """
     compare_p.bind(backend=backend, fingerprint=fingerprint, later=later)
+
+
+def record_branch(backend: NativeTransport, fingerprint: int) -> None:
+    """Record the branch that a program takes, for the comparison in the next message."""
+    branch_p.bind(backend=backend, fingerprint=fingerprint)
 
 
 def run(
@@ -117,6 +122,10 @@ def _abstract(
 
 
 def _abstract_compare(*, backend: NativeTransport, fingerprint: int, later: bool) -> Outputs:
+    return [], backend.effects
+
+
+def _abstract_branch(*, backend: NativeTransport, fingerprint: int) -> Outputs:
     return [], backend.effects
 
 
@@ -225,6 +234,14 @@ def _lower_compare(
     return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_compare", (), effect, {}, attributes)
 
 
+def _lower_branch(
+    ctx: mlir.LoweringRuleContext, *, backend: NativeTransport, fingerprint: int
+) -> Sequence[mlir.ir.Value]:
+    (effect,) = backend.effects
+    attributes = {"fingerprint": np.int64(fingerprint)}
+    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_branch", (), effect, {}, attributes)
+
+
 def _lower_start(
     ctx: mlir.LoweringRuleContext,
     *xs: mlir.ir.Value,
@@ -267,6 +284,7 @@ def _primitive(
 
 
 compare_p = _primitive("jaxmpi_compare", _abstract_compare, _lower_compare)
+branch_p = _primitive("jaxmpi_branch", _abstract_branch, _lower_branch)
 native_p = _primitive("jaxmpi_native", _abstract, partial(_lower, target="collective"))
 send_ahead_p = _primitive(
     "jaxmpi_native_send_ahead", _abstract_send_ahead, partial(_lower, target="send_ahead")

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import lax_collectives
-from jaxmpi._backends.base import Collective, Message, Place, Registry, Target
+from jaxmpi._backends.base import Branch, Collective, Explain, Place, Registry, Target
 from jaxmpi._backends.interface import (
     Limits,
     LocalArrays,
@@ -177,9 +177,7 @@ class OneProcess(Ranks):
         """Return a function that returns this vote."""
         return lambda: (yes, yes)
 
-    def explain_mismatches(
-        self, explain: Callable[[int, str | Message, Sequence[int]], str]
-    ) -> None:
+    def explain_mismatches(self, explain: Explain) -> None:
         """Do nothing: there is nobody to differ from."""
 
     def name_axes(self, axes: Mapping[str, int]) -> None:
@@ -253,6 +251,16 @@ class InProcess(Transport):
         self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
     ) -> Callable[[], None] | None:
         """Return None: there is nobody to compare with."""
+        return None
+
+    def compare_branch(
+        self, jaxpr: ClosedJaxpr, taken: Branch, branches: Sequence[Branch]
+    ) -> ClosedJaxpr:
+        """Return the branch as it is."""
+        return jaxpr
+
+    def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
+        """Return None."""
         return None
 
     def shared_module(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr | None:

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import lax_collectives
-from jaxmpi._backends.base import Collective, Place, Target
+from jaxmpi._backends.base import Branch, Collective, Place, Target
 from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups
 from jaxmpi._backends.interface import Arrays, Limits, Lowering, Processes, nesting_error
@@ -89,6 +89,16 @@ class Xla(MpiTransport):
         self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
     ) -> Callable[[], None] | None:
         """Return None: the ranks compare a program before each call."""
+        return None
+
+    def compare_branch(
+        self, jaxpr: ClosedJaxpr, taken: Branch, branches: Sequence[Branch]
+    ) -> ClosedJaxpr:
+        """Return the branch as it is: under plain `jax.jit`, `run` refuses its messages."""
+        return jaxpr
+
+    def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
+        """Return None, for the same reason."""
         return None
 
     def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:

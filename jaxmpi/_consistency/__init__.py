@@ -4,6 +4,7 @@ compare      compare what the ranks are about to do, before they communicate
 mismatch     the error for ranks that disagree: `RankMismatchError` with both sides
 values       compare values that must be equal: JAXMPI_CHECK=1, and arrays before they are sharded
 findings     assumptions that a rank breaks, and the words of their errors and warnings
+data_order   compare a few samples of the data, with the arguments of `batches` and `shard`
 eager_calls  source lines of the eager calls of a function of jaxmpi
 identity     compare tree structures, functions and other objects across processes
 """

@@ -14,8 +14,9 @@ from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import ArrayType, Message
+from jaxmpi._backends.base import ArrayType, Branch, Message, Taken
 from jaxmpi._backends.interface import Processes, Ranks
+from jaxmpi._consistency.findings import Finding
 from jaxmpi._consistency.mismatch import Call, Details, Report, mismatch_of
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process.communicating_thread import ForkedError
@@ -212,13 +213,31 @@ def set_mismatch_handler(backend: Ranks) -> None:
     backend.explain_mismatches(partial(_explain, backend))
 
 
-def _explain(backend: Ranks, fingerprint: int, message: str | Message, ranks: Sequence[int]) -> str:
+def _explain(
+    backend: Ranks, fingerprint: int, message: str | Message | Taken, ranks: Sequence[int]
+) -> str:
     """Return the text of the error for messages that differ, and keep it for `raise_mismatch`."""
-    message = str(message)
-    program = _registered(backend, fingerprint)
-    call, details = (program.call, program.details()) if program else (Call.of(message), {})
-    error = _mismatch(backend, call, details, message, ranks)
+    if isinstance(message, Taken):
+        error = _branches_error(message.branches)
+    else:
+        text = str(message)
+        program = _registered(backend, fingerprint)
+        call, details = (program.call, program.details()) if program else (Call.of(text), {})
+        error = _mismatch(backend, call, details, text, ranks)
     return f"RankMismatchError: {error} {backend.registry.keep(error)}"
+
+
+def _branches_error(branches: Sequence[Branch]) -> RankMismatchError:
+    """Return the error for ranks in different branches under plain `jax.jit`, one of each rank."""
+    skipping = [rank for rank, branch in enumerate(branches) if not branch.messages]
+    sending = [branch for branch in branches if branch.messages]
+    function = sending[0].function or "jax.jit"
+    if skipping:
+        return Finding(
+            "skipped_update", function, ranks=skipping, detail=str(sending[0]), has_allow=False
+        ).error()
+    call = Call.of(function)
+    return mismatch_of([Report(call, {}, str(branch)) for branch in branches])
 
 
 def raise_mismatch(backend: Ranks, error: Exception) -> None:

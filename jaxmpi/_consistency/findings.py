@@ -57,7 +57,7 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
         "the data differ between the ranks: {ranks} {detail}. Some samples would come twice, and "
         "others never.",
         "Read the samples in one order on all ranks, such as sorted(os.listdir(...)), and split "
-        "them with one seed.",
+        "them with one seed. Where each rank has data of its own, use jaxmpi.per_rank_batches.",
     ),
     "forgotten_mean": Assumption(
         False,
@@ -82,7 +82,8 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
         "{ranks} skipped an update, with its collectives, that the other ranks have made: "
         "{detail}.",
         "Put the transformation that skips inside of jaxmpi.distributed, or use "
-        "jaxmpi.skip_nonfinite.",
+        "jaxmpi.skip_nonfinite. In a branch of your own, decide by a value that all ranks have, "
+        "such as jaxmpi.any_rank(flag).",
     ),
 }
 
@@ -96,6 +97,7 @@ class Finding(NamedTuple):
       leaves: the names of the leaves, if it is about these.
       ranks: the ranks that differ from the others, if these are known.
       detail: anything else, as `Assumption.found` wants it.
+      has_allow: whether the function in which it was found has the argument `allow`.
     """
 
     assumption: str
@@ -103,6 +105,7 @@ class Finding(NamedTuple):
     leaves: Sequence[str] = ()
     ranks: Sequence[int] = ()
     detail: str = ""
+    has_allow: bool = True
 
     @property
     def is_error(self) -> bool:
@@ -135,8 +138,10 @@ class Finding(NamedTuple):
             ranks=ranks_have(self.ranks) if self.ranks else "some rank has",
             detail=self.detail,
         )
-        silence = f'If it is meant, allow="{self.assumption}" turns this check off.'
-        return f"{self.function}: {found}", f"{assumption.advice} {silence}"
+        advice = assumption.advice
+        if self.has_allow:
+            advice += f' If it is meant, allow="{self.assumption}" turns this check off.'
+        return f"{self.function}: {found}", advice
 
 
 def checked_names(function: str, allow: str | Iterable[str]) -> frozenset[str]:

@@ -15,16 +15,21 @@ from jaxmpi._data.sources import Arrays, RandomAccess, Samples, open_source
 from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import PyTree
 
-__all__ = ["Batches", "Cursor", "Shard"]
+__all__ = ["Batches", "Cursor", "Shard", "open_whole"]
 
 
 class Shard(Sequence[PyTree]):
-    """Part of the data of one rank: the result of `shard`, for any rank and size."""
+    """Part of the data of one rank: the result of `shard`, for any rank and size.
+
+    Attributes:
+        source: The whole data.
+        even: Whether all ranks have as many samples.
+    """
 
     def __init__(self, data: PyTree | RandomAccess, *, rank: int, size: int) -> None:
-        self._source = _open("shard", data)
-        self._rows = _part(len(self._source), rank, size)
-        self.even = len(self._source) % size == 0  # whether all ranks have as many samples
+        self.source = open_whole("shard", data)
+        self._rows = _part(len(self.source), rank, size)
+        self.even = len(self.source) % size == 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -36,11 +41,11 @@ class Shard(Sequence[PyTree]):
             raise IndexError(
                 f"shard: index {index} is outside the {len(self)} samples of this rank."
             ) from None
-        return self._source.view(rows) if isinstance(rows, range) else self._source.sample(rows)
+        return self.source.view(rows) if isinstance(rows, range) else self.source.sample(rows)
 
     def __iter__(self) -> Iterator[PyTree]:
         # Sequence's own would take an IndexError of the source for the end.
-        return (self._source.sample(row) for row in self._rows)
+        return (self.source.sample(row) for row in self._rows)
 
 
 class Cursor(NamedTuple):
@@ -64,6 +69,7 @@ class Batches(Iterable[PyTree]):
     So the samples that follow depend on `state` alone, however often a loop was left on the way.
 
     Attributes:
+        source: The data.
         samples: The number of samples of an epoch.
         at: The place behind the batch that was handed out last.
         agree: Is called when an iteration begins; for `prefetch`.
@@ -81,7 +87,7 @@ class Batches(Iterable[PyTree]):
         start: int | Mapping[str, Any] = 0,
         remainder: Literal["drop", "mask"] = "drop",
     ) -> None:
-        self._source = _open("batches", data)
+        self.source = open_whole("batches", data)
         self._batch_size = _int(
             "batch_size", batch_size, 1, "Pass the samples per step over all ranks."
         )
@@ -89,7 +95,7 @@ class Batches(Iterable[PyTree]):
         if seed is not None:
             advice = "Pass None to keep the order of the data, or an int to shuffle it."
             seed = _int("seed", seed, 0, advice)
-        self.samples, self._seed = len(self._source), seed
+        self.samples, self._seed = len(self.source), seed
         self._rank, self._size, self._remainder = rank, size, remainder
         if remainder not in ("drop", "mask"):
             raise ValueError(f'batches: remainder is {remainder!r}. Pass "drop" or "mask".')
@@ -181,7 +187,7 @@ class Batches(Iterable[PyTree]):
         while not self.at.over and self._steps(self.at.position):
             lo = self.at.position
             rows, mask = self._rows(lo, min(lo + self._batch_size, self.samples))
-            batch = self._source.gather(rows)
+            batch = self.source.gather(rows)
             self.at = self.after(self.at, 1)  # what has failed was not handed out
             yield (batch, mask) if self._remainder == "mask" else batch
         self.at = self.at._replace(over=True)
@@ -254,7 +260,8 @@ def _int(argument: str, value: int, least: int, advice: str) -> int:
     return number
 
 
-def _open(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
+def open_whole(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
+    """Return the adapter for the whole data, or raise an error that names `function`."""
     if isinstance(data, Shard):
         raise TypeError(
             f"{function}: data is a Shard, which is split over the ranks already. Pass the whole "

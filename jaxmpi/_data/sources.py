@@ -1,6 +1,7 @@
 """Sources of samples with random access: pytrees of arrays, and sequences of samples.
 
-Each has a length, `sample(row)`, `view(rows)` for a slice and `gather(rows)` for a batch.
+Each has a length, `sample(row)`, `view(rows)` for a slice and `gather(rows)` for a batch; for
+fingerprints, `leaves` or `in_memory`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,6 +62,9 @@ class Arrays:
     def __len__(self) -> int:
         return self._n
 
+    def leaves(self) -> list[np.ndarray | jax.Array]:
+        return jax.tree.leaves(self._tree)
+
     def sample(self, row: int) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[row], self._tree)
 
@@ -85,6 +89,12 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self._data)
+
+    def in_memory(self, rows: Iterable[int]) -> list[PyTree] | None:
+        """Return samples if to read them runs no code of the user, as in a list; else None."""
+        if type(self._data) not in (list, range):
+            return None
+        return [self._data[row] for row in rows]
 
     def sample(self, row: int) -> PyTree:
         return self._data[row]

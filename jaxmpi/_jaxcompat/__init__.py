@@ -23,6 +23,7 @@ from jaxmpi._jaxcompat.compiled import (
 from jaxmpi._jaxcompat.jaxprs import (
     AnyJaxpr,
     axis_effect,
+    behind,
     closed,
     is_axis_effect,
     is_reference,
@@ -40,6 +41,7 @@ from jaxmpi._jaxcompat.ordered import (
     ffi_call_in_order,
     lower_with_tokens,
     ordered_effect,
+    rewrite_branches,
 )
 from jaxmpi._jaxcompat.retrace import as_function, as_weak, at_source, bind, can_keep, keep
 from jaxmpi._jaxcompat.runtime import (
@@ -65,6 +67,8 @@ from jaxmpi._jaxcompat.source import (
     failed_collective,
     function_names,
     in_library,
+    library_function,
+    lowered_line,
     source_line,
     source_place,
 )

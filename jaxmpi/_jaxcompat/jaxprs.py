@@ -60,6 +60,16 @@ def with_equations(jaxpr: J, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] |
     return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
 
 
+def behind(jaxpr: J, function: Callable[[], None]) -> J:
+    """Return a copy of a jaxpr with the equations of a function without arguments before its own.
+
+    The function uses no arrays from outside. The effects of its equations are those of the jaxpr,
+    or of another branch beside it.
+    """
+    before, _ = parts(jax.make_jaxpr(function)())
+    return with_equations(jaxpr, [*before.eqns, *parts(jaxpr)[0].eqns])
+
+
 def new_variable(like: Var) -> Var:
     """Return a new variable of the type of another one."""
     return Var(like.aval)

@@ -2,13 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jax._src import core
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.ffi import ffi_lowering
 from jax.interpreters import mlir
+from jax.lax import cond_p, while_p
 
 from jaxmpi._jaxcompat.jaxprs import parts
 from jaxmpi._jaxcompat.retrace import as_function
@@ -32,6 +33,11 @@ try:
         jaxpr_subcomp = None
 except ImportError:  # programs are traced again to be lowered, which takes longer
     jaxpr_subcomp = None  # type: ignore[assignment]
+
+try:
+    from jax._src.interpreters.mlir import _lowerings as lowerings
+except ImportError:  # branches and loops are lowered as they are
+    lowerings = {}
 
 
 def can_hide_effects() -> bool:
@@ -132,3 +138,53 @@ def _lowers_as_it_is(jaxpr: Jaxpr) -> bool:
         for effect in jaxpr.effects
     )
     return jaxpr_subcomp is not None and plain and not getattr(jaxpr, "is_high", False)
+
+
+def rewrite_branches(
+    rewrite: Callable[[Sequence[ClosedJaxpr]], Sequence[ClosedJaxpr]],
+    before_loop: Callable[[ClosedJaxpr], Callable[[], None] | None],
+) -> None:
+    """Change how `lax.cond` and `lax.while_loop` with effects are lowered, from now on.
+
+    The last functions that were given are used. A JAX in which the rules have moved lowers both as
+    they are.
+
+    Args:
+      rewrite: returns the branches of a `lax.cond` as they are lowered.
+      before_loop: returns what a program calls before a loop with this body; None for nothing.
+    """
+    rule_of_cond, rule_of_while = _rule(cond_p), _rule(while_p)
+    if rule_of_cond is None or rule_of_while is None:
+        return
+
+    def lower_cond(
+        ctx: mlir.LoweringRuleContext, *args: "ir.Value", **params: Any
+    ) -> Sequence["ir.Value"]:
+        branches = params.get("branches", ())
+        if any(branch.effects for branch in branches):
+            params["branches"] = tuple(rewrite(branches))
+        return rule_of_cond(ctx, *args, **params)
+
+    def lower_while(
+        ctx: mlir.LoweringRuleContext, *args: "ir.Value", **params: Any
+    ) -> Sequence["ir.Value"]:
+        body = params.get("body_jaxpr")
+        call = before_loop(body) if body is not None and body.effects else None
+        if call is None:
+            return rule_of_while(ctx, *args, **params)
+        # the call, then the loop with the tokens of the call
+        first = ctx.replace(avals_in=(), avals_out=(), tokens_out=None)
+        mlir.lower_fun(lambda: (call(), [])[1])(first)
+        then = ctx.replace(tokens_in=first.tokens_out, tokens_out=None)
+        outs = rule_of_while(then, *args, **params)
+        ctx.set_tokens_out(then.tokens_out)
+        return outs
+
+    mlir.register_lowering(cond_p, lower_cond)
+    mlir.register_lowering(while_p, lower_while)
+
+
+@functools.cache
+def _rule(primitive: Primitive) -> Callable[..., Sequence["ir.Value"]] | None:
+    """Return JAX's own rule that lowers a primitive, as it was before `rewrite_branches`."""
+    return getattr(lowerings.get(primitive), "rule", None)

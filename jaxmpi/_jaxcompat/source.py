@@ -28,8 +28,17 @@ def source_line(eqn: JaxprEqn) -> str:
 
     It is the innermost line outside of the libraries.
     """
+    return _user_line(eqn.source_info)
+
+
+def lowered_line() -> str:
+    """Return the line, as in `source_line`, of the equation that is being lowered."""
+    return _user_line(source_info_util.current())
+
+
+def _user_line(source: source_info_util.SourceInfo) -> str:
     libraries = _library_folders()
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+    for frame in source_info_util.user_frames(source.traceback):
         if not frame.file_name.startswith(libraries):
             return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
     return ""
@@ -64,6 +73,19 @@ def function_names(eqn: JaxprEqn) -> list[str]:
     """Return the qualified names of the functions that an equation comes from, innermost first."""
     traceback = eqn.source_info.traceback
     return [frame.function_name for frame in traceback.frames] if traceback else []
+
+
+def library_function(eqn: JaxprEqn) -> str:
+    """Return the name of the function of jaxmpi that the user has called for an equation.
+
+    It is the outermost one, such as "distributed"; "" if there is none.
+    """
+    name = ""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if frame.file_name.startswith(_package_folder()):
+            name = frame.function_name.partition(".")[0]
+    return name
 
 
 def caller_line() -> str:
@@ -126,6 +148,11 @@ def _standard_library() -> str:
 @cache  # each eager collective asks about a few files
 def _of_library(file: str) -> bool:
     return file.startswith(_library_folders())
+
+
+@cache
+def _package_folder() -> str:
+    return os.path.dirname(sys.modules["jaxmpi"].__file__ or "") + os.sep
 
 
 def _is_installed(file: str) -> bool:

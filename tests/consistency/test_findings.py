@@ -43,3 +43,8 @@ def test_the_variable_turns_off_all_checks(monkeypatch):
     assert not is_checked("forgotten_mean")
     monkeypatch.setenv("JAXMPI_CHECK", "1")
     assert is_checked("forgotten_mean")
+
+
+def test_a_function_without_allow_does_not_advise_it():
+    error = Finding("skipped_update", "step", ranks=[1], detail="x", has_allow=False).error()
+    assert "rank 1 has skipped an update" in str(error) and "allow=" not in str(error)

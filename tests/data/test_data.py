@@ -16,7 +16,7 @@ import jaxmpi
 from jaxmpi._backends.base import Place, Registry
 from jaxmpi._errors import NotInitializedError
 from jaxmpi._world import session
-from jaxmpi.data import Batches, Shard, batches, rank_key, shard
+from jaxmpi.data import Batches, Shard, batches, check_data, rank_key, shard
 
 SIZES = range(1, 9)
 # (samples, global batch, seed): empty, shorter than a batch, exact, one over, one short, batch of
@@ -586,6 +586,7 @@ def test_shard_and_batches_are_those_of_the_rank(monkeypatch):
     [
         ("shard", lambda: shard(values(4))),
         ("batches", lambda: batches(values(4), 2)),
+        ("check_data", lambda: check_data(values(4))),
         ("rank_key", lambda: rank_key(jax.random.key(0))),
     ],
 )

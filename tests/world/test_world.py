@@ -121,6 +121,7 @@ calls = {
     "local_rank": jaxmpi.local_rank,
     "local_size": jaxmpi.local_size,
     "shard": lambda: jaxmpi.shard([1]),
+    "check_data": lambda: jaxmpi.check_data([1]),
     "get_logger": lambda: jaxmpi.get_logger("early", "somewhere"),
     "preempted": jaxmpi.preempted,
     "save": lambda: jaxmpi.save("x", 1, 2),
