@@ -73,6 +73,7 @@ class MpiRanks(Processes):
     Attributes:
       launcher: the entry of the table of launchers that belongs to the MPI library.
       programs: those that this rank has entered and left.
+      gpus: a line about the GPUs of all ranks; "" without any.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class MpiRanks(Processes):
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher = find_for_library(mpi.get_vendor()[0])
+        self.gpus = ""
         self.registry = Registry()
         self.ends: dict[int, jax.Array] = {}
         self.turn = Turn(self.finish, self._last)
