@@ -1,12 +1,14 @@
 """Cost of supervision in a step of about 10 ms, with the monitor's thread and without it.
 
 Also measures what the ranks' comparison before a program adds, and what `jaxmpi top` in another
-terminal adds.
+terminal adds; and in a step of 1 ms, the monitor's thread with the log of programs entered and left
+(`_backends/program_log.py`, on xla and mpi4jax), beside neither of them.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
 
-Exits with 1 where the first two together, or the last, are more than a hundredth of the step.
+Exits with 1 where the first two together, `jaxmpi top`, or the thread and the log, are more than a
+hundredth of the step.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ import jaxmpi
 from jaxmpi._job.monitor import monitor
 from jaxmpi._world import session
 
-STEP_SECONDS = 0.01
+STEP_SECONDS, SHORT_STEP_SECONDS = 0.01, 0.001
 LIMIT = 0.01  # of the step
 
 args = parser(__doc__).parse_args()
@@ -57,6 +59,7 @@ start = time.perf_counter()
 jax.block_until_ready(trial(x))
 took = max(jaxmpi.allgather_object(time.perf_counter() - start))
 step = step_of(max(1, round(20 * STEP_SECONDS / took)))
+short_step = step_of(max(1, round(20 * SHORT_STEP_SECONDS / took)))
 
 
 def watched():
@@ -67,6 +70,45 @@ def watched():
 def unwatched():
     watch(3600.0)
     return step(x)
+
+
+class NoLog:
+    """A log of programs that notes nothing."""
+
+    counts = (0, 0)
+
+    def enter(self, fingerprint):
+        return self
+
+    def keep(self, end):
+        pass
+
+    def note_started(self):
+        pass
+
+    def look(self):
+        pass
+
+    def inside(self):
+        return False
+
+    def current(self):
+        return None
+
+
+log, no_log = backend.programs, NoLog()
+
+
+def short_watched():
+    watch(poll_seconds)
+    backend.programs = log
+    return short_step(x)
+
+
+def short_unwatched():
+    watch(3600.0)
+    backend.programs = no_log
+    return short_step(x)
 
 
 def agreement():
@@ -131,6 +173,18 @@ report.ratio(
     "seen by jaxmpi top / not",
     times["seen by jaxmpi top"],
     times["watched"],
+    at_most=1 + LIMIT,
+)
+
+contenders = {"unwatched": short_unwatched, "watched": short_watched}
+times = report.measure("step of 1 ms", contenders, seconds=10.0)
+watch(poll_seconds)
+backend.programs = log
+report.ratio(
+    "step of 1 ms",
+    "watched / unwatched",
+    times["watched"],
+    times["unwatched"],
     at_most=1 + LIMIT,
 )
 report.finish()

@@ -13,7 +13,20 @@ import jax
 
 from jaxmpi._jaxcompat import started_without
 
-__all__ = ["choose", "enough", "has_plugin", "pick", "share_memory", "sharing", "unique", "visible"]
+__all__ = [
+    "Taken",
+    "choose",
+    "describe",
+    "enough",
+    "has_plugin",
+    "listed_in",
+    "memory_of_one",
+    "pick",
+    "share_memory",
+    "sharing",
+    "unique",
+    "visible",
+]
 
 _GPU = re.compile(r"\d+|(GPU|MIG)-\S+")  # an entry of CUDA_VISIBLE_DEVICES and its relatives
 
@@ -46,8 +59,17 @@ _MEMORY = (
 )
 
 
+class Taken(NamedTuple):
+    """The GPU of one rank, for the line that `init` prints."""
+
+    host: str
+    gpu: str | None  # its name, the same for all ranks that have it; None if there is none
+    listed: int  # how many GPUs the rank could choose from
+    variable: str  # that lists these; "" for all of the node
+
+
 def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | None:
-    """Choose this rank's GPU and hide the others from JAX; return its name on this node.
+    """Choose this rank's GPU, or MIG slice, and hide the others from JAX; return its name here.
 
     It is None if there is no GPU to choose. A job of one rank keeps all GPUs, unless `devices`
     names some.
@@ -62,18 +84,26 @@ def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | N
     mine = pick(local_rank, len(names))
     index = mine if devices is None else devices[mine]
     option = _vendor().option
+    # CUDA shows a process one MIG slice, the first of the list, whatever index it asks for.
+    is_slice = _is_slice(names[mine])
+    if is_slice:
+        index = 0
     if len(visible()) > 1 and started_without(str(index), option):
         raise RuntimeError(
             "init: JAX has started already, with all GPUs of this node, and this rank is to have "
             f"GPU {names[mine]} alone. Call jaxmpi.init() before anything that starts JAX's "
             "backend, such as jnp.zeros or jax.devices."
         )
+    if is_slice:
+        os.environ[_NVIDIA.variables[0]] = names[mine]
     jax.config.update(option, str(index))
     return names[mine]
 
 
 def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
-    """Return whether each rank has a GPU of its own.
+    """Return whether each rank has a GPU of its own, between which NCCL works.
+
+    It does not between MIG slices: two of a GPU are one GPU for it.
 
     Args:
       shown: for each rank, its host and the GPUs that it may use there.
@@ -82,6 +112,8 @@ def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
     for rank, (host, names) in enumerate(shown):
         here = [other for other, _ in shown[:rank]].count(host)
         taken += [(host, names[pick(here, len(names))])] if names else []
+    if any(_is_slice(name) for _, name in taken):
+        return False
     return len(set(taken)) == len(shown)
 
 
@@ -122,15 +154,66 @@ def share_memory(ranks: int) -> str:
 
     Call it before JAX starts.
     """
+    if given := _given_for_memory():
+        return f"its memory is shared out as {given} says"
+    fraction = int(1000 * PREALLOCATED / ranks) / 1000
+    os.environ[_MEMORY[0]] = f"{fraction:.3f}"
+    return f"each takes {fraction:.1%} of its memory ({_MEMORY[0]})"
+
+
+def memory_of_one() -> str:
+    """Return in words how much of a GPU's memory JAX takes for a rank that has it alone."""
+    if given := _given_for_memory():
+        return f"JAX takes memory as {given} says"
+    return f"JAX takes {PREALLOCATED:.0%} of its memory when it starts ({_MEMORY[0]})"
+
+
+def _given_for_memory() -> str:
+    """Return the user's variables about the memory, such as "XLA_CLIENT_MEM_FRACTION=0.5"."""
     given = []
     for name in (*_MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR"):
         if os.environ.get(name):
             given.append(f"{name}={os.environ[name]}")
-    if given:
-        return f"its memory is shared out as {', '.join(given)} says"
-    fraction = int(1000 * PREALLOCATED / ranks) / 1000
-    os.environ[_MEMORY[0]] = f"{fraction:.3f}"
-    return f"each takes {fraction:.1%} of its memory ({_MEMORY[0]})"
+    return ", ".join(given)
+
+
+def listed_in() -> str:
+    """Return the variable that lists the GPUs of this process; "" if none does."""
+    return next((name for name in _vendor().variables if name in os.environ), "")
+
+
+def _is_slice(name: str) -> bool:
+    return name.startswith("MIG-")
+
+
+def describe(taken: Sequence[Taken], memory: str) -> str:
+    """Return one line about the GPUs of all ranks; "" where none has one.
+
+    Args:
+      taken: what each rank has taken.
+      memory: what becomes of the memory of a GPU, in words.
+    """
+    having = [one for one in taken if one.gpu is not None]
+    if not having:
+        return ""
+    gpus = {(one.host, one.gpu) for one in having}
+    first = having[0]
+    noun = "MIG slice" if all(_is_slice(one.gpu or "") for one in having) else "GPU"
+    if len(having) == 1:
+        whose = f"1 rank with a {noun} of its own"
+    elif len(gpus) == len(having):
+        whose = f"{len(having)} ranks, each with a {noun} of its own"
+    else:
+        whose = f"{len(having)} ranks share {len(gpus)} {noun}" + "s" * (len(gpus) > 1)
+    if len(having) < len(taken):
+        whose += f" ({len(taken) - len(having)} more without)"
+    if not first.variable:
+        how = f"by its number within the node, of {first.listed} there"
+    elif max(one.listed for one in having) > 1:
+        how = f"by its number within the node, of {first.listed} in {first.variable}"
+    else:
+        how = f"the only one that {first.variable} shows it"
+    return f"{whose}: {how}; {memory}"
 
 
 def pick(local_rank: int, count: int) -> int:

@@ -12,6 +12,7 @@ Ranks of an MPI job, outside of programs:
 start              checks of all ranks, and the choice of the transport
 mpi_library        mpi4py and mpi4jax imported, MPI started and ended, types of communicators
 mpi_ranks          objects, barriers and the monitor's channel
+program_log        programs that a rank has entered and left, where nobody sees their messages
 comparison         comparisons of what the ranks do, between programs
 asleep             exchanges with a rank that may be seconds late: barrier, broadcast, votes
 

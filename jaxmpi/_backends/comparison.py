@@ -8,10 +8,9 @@ between programs.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-import jax
 import numpy as np
 
 from jaxmpi import _jaxcompat
@@ -48,15 +47,6 @@ class Comparison(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Wait for programs that were started, as far as a message outside of them must."""
-
-    @abstractmethod
-    def in_program(self, *, starting: bool, ends: Iterable[jax.Array]) -> bool:
-        """Return whether this rank is inside a program that the monitor sees as one whole.
-
-        Args:
-          starting: whether a program is starting.
-          ends: an output of the last program of each thread.
-        """
 
     @abstractmethod
     def counts(self) -> tuple[int, int]:
@@ -130,11 +120,6 @@ class ComparesBefore(Comparison):
         """Wait for effects: never two threads inside MPI for the sake of plain `jax.jit`."""
         _jaxcompat.wait_for_effects()
 
-    def in_program(self, *, starting: bool, ends: Iterable[jax.Array]) -> bool:
-        """Return whether a program starts or runs, as its messages are not seen."""
-        # `is_ready` is no part of JAX's type
-        return starting or any(not end.is_ready() for end in ends)  # type: ignore[attr-defined]
-
     def counts(self) -> tuple[int, int]:
         """Return zeros: messages of programs are not seen."""
         return 0, 0
@@ -161,7 +146,14 @@ class ComparesBefore(Comparison):
 
 
 class MpiTransport(Transport):
-    """A transport of `mpi_ranks.MpiRanks`."""
+    """A transport of `mpi_ranks.MpiRanks`.
+
+    Attributes:
+      waits_asleep: whether a rank that waits inside a program leaves its processor to others, so
+        that CPU time tells a rank that computes from one that waits.
+    """
+
+    waits_asleep: bool
 
     @abstractmethod
     def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:

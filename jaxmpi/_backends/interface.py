@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Branch, Collective, Explain, Message, Place, Registry, Target
+from jaxmpi._backends.program_log import ProgramRun
 from jaxmpi._job.process.busy import note_end_of_work
 from jaxmpi._job.process.communicating_thread import Turn
 
@@ -382,11 +383,11 @@ class Processes(Ranks):
     concurrent: bool
 
     @abstractmethod
-    def starting(self) -> AbstractContextManager[Callable[[jax.Array], None]]:
+    def starting(self) -> AbstractContextManager[ProgramRun]:
         """Mark this rank as inside a collective while a program starts.
 
-        JAX may run the program to its end before the call returns. Yields a callback that records
-        an output to wait on, which must not be donated: XLA keeps the order of a thread's programs.
+        JAX may run the program to its end before the call returns. Yields the entry of the log to
+        which an output is given that tells when the program has ended.
         """
 
     @abstractmethod

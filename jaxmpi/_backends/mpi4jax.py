@@ -32,6 +32,7 @@ class Mpi4jax(MpiTransport):
     """Programs that talk with mpi4jax."""
 
     name, description = "mpi4jax", "transport mpi4jax"
+    waits_asleep = False  # MPI looks again and again
 
     def __init__(self, place: Place, mpi: ModuleType, *, mpi4jax: ModuleType) -> None:
         """Take a communicator of all ranks for programs; every rank calls it.

@@ -28,6 +28,7 @@ from jaxmpi._backends.comparison import EVENTS, MpiTransport
 from jaxmpi._backends.interface import Lowering, Processes
 from jaxmpi._backends.mpi_library import Communicator, Request, unlink_shared_memory
 from jaxmpi._backends.one_process import Identity
+from jaxmpi._backends.program_log import ProgramLog, ProgramRun
 from jaxmpi._backends.wire import MAX_ITEMS
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.communicating_thread import Turn
@@ -71,6 +72,8 @@ class MpiRanks(Processes):
 
     Attributes:
       launcher: the entry of the table of launchers that belongs to the MPI library.
+      programs: those that this rank has entered and left.
+      gpus: a line about the GPUs of all ranks; "" without any.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class MpiRanks(Processes):
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher = find_for_library(mpi.get_vendor()[0])
+        self.gpus = ""
         self.registry = Registry()
         self.ends: dict[int, jax.Array] = {}
         self.turn = Turn(self.finish, self._last)
@@ -112,7 +116,7 @@ class MpiRanks(Processes):
         self._waiting = "", 0  # for what, if for no collective, and which thread
         self._entered = 0  # collectives outside of programs, and programs
         self._inside = False
-        self._starting = False  # a program
+        self.programs = ProgramLog()
         self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of the last comparisons
         self.transport: MpiTransport = open_transport(self.place, mpi)
         self._comparison = self.transport.comparison(self, self._objects, mpi.MAX)
@@ -155,14 +159,16 @@ class MpiRanks(Processes):
     # collectives, and programs
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[Callable[[jax.Array], None]]:
+    def starting(self) -> Iterator[ProgramRun]:
         """Mark this rank as inside a collective while a program starts."""
-        self._starting = True
+        if not self.concurrent:  # no monitor looks at the log
+            self.programs.look()
+        run = self.programs.enter(self._comparison.last_fingerprint())
         try:
             with Entered(self):
-                yield partial(self.ends.__setitem__, threading.get_ident())
+                yield run
         finally:
-            self._starting = False
+            run.note_started()
 
     @contextlib.contextmanager
     def waiting(self, title: str) -> Iterator[None]:
@@ -290,7 +296,7 @@ class MpiRanks(Processes):
 
     def in_program(self) -> bool:
         """Return whether this rank is inside a program, which may take long, as one whole."""
-        return self._comparison.in_program(starting=self._starting, ends=list(self.ends.values()))
+        return self.programs.inside()
 
     def progress(self) -> tuple[int, bool]:
         """Return how many collectives and programs it has entered, and whether it is in one."""

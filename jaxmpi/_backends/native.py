@@ -12,7 +12,7 @@ the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first or
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import zip_longest
 from types import ModuleType
@@ -82,6 +82,7 @@ class Native(MpiTransport):
     """Programs that talk through `jaxmpi._native`."""
 
     name = "native"
+    waits_asleep = False  # it yields, and looks again
 
     def __init__(
         self, place: Place, mpi: ModuleType, *, native: extension.Extension, concurrent: bool
@@ -384,10 +385,6 @@ class InlineComparison(Comparison):
     def drain(self) -> None:
         """Wait for all programs: their messages and those outside have one order."""
         self._ranks.finish()
-
-    def in_program(self, *, starting: bool, ends: Iterable[jax.Array]) -> bool:
-        """Return that it is in none: the monitor sees each message of a program."""
-        return False
 
     def extremes(self, fingerprint: int, title: str, program: int) -> tuple[int, int]:
         """Return the smallest and largest fingerprint, compared in the order of the messages."""

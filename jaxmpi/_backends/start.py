@@ -49,8 +49,10 @@ def join_xla(launched: int, devices: Sequence[int] | None) -> MpiRanks:
     """
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
-    take_device(launched, devices)
-    return MpiRanks("xla", mpi, Xla)
+    gpus = take_device(launched, devices)
+    ranks = MpiRanks("xla", mpi, Xla)
+    ranks.gpus = gpus
+    return ranks
 
 
 def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> MpiRanks:
@@ -66,11 +68,18 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
     asked = settings.get("JAXMPI_TRANSPORT")
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
-    take_device(launched, devices)  # before anything else starts JAX's backend
+    gpus = take_device(launched, devices)  # before anything else starts JAX's backend
     if jax_processes and launched > 1:
         world = mpi.COMM_WORLD
         one_host = len({*gathered(launched, socket.gethostname)}) == 1
         join_jax_processes(world.rank, world.size, one_host, partial(world.bcast, root=0))
+    ranks = _on_transport(asked, launched)
+    ranks.gpus = gpus
+    return ranks
+
+
+def _on_transport(asked: str, launched: int) -> MpiRanks:
+    """Join the other ranks, on the transport that JAXMPI_TRANSPORT asks for."""
     found = gathered(launched, lambda: None if asked == "mpi4jax" else why_not_native())
     obstacles = [f"rank {rank}: {why}" for rank, why in enumerate(found) if why]
     if asked == "native" and obstacles:
@@ -209,12 +218,15 @@ def check_platforms(platforms: Sequence[str]) -> None:
         )
 
 
-def take_device(launched: int, devices: Sequence[int] | None) -> None:
+def take_device(launched: int, devices: Sequence[int] | None) -> str:
     """Select this rank's GPU before JAX starts; ranks that share one get a fraction of its memory.
 
     Args:
       launched: the number of ranks in the launcher's environment.
       devices: as in `jaxmpi.init`.
+
+    Returns:
+      A line about the GPUs of all ranks; "" without any.
 
     Warns:
       UserWarning: on the first of the ranks that share a GPU.
@@ -227,18 +239,29 @@ def take_device(launched: int, devices: Sequence[int] | None) -> None:
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank = node.rank
     node.Free()
-    taken = gathered(launched, lambda: (host, _devices.choose(local_rank, world.size, devices)))
+
+    def choose() -> tuple[str, str | None, int, str]:
+        listed, variable = len(_devices.visible(devices)), _devices.listed_in()
+        return host, _devices.choose(local_rank, world.size, devices), listed, variable
+
+    chosen = gathered(launched, choose)
+    taken = [(its_host, gpu) for its_host, gpu, _, _ in chosen]
     names = [gpu for gpu in taken if gpu[1] is not None]
-    if len(set(names)) == len(names):
-        return
-    mine = taken[world.rank][1]
-    taken = gathered(launched, lambda: (host, mine and _devices.unique(mine)))
-    ranks = _devices.sharing(taken, world.rank)
-    if len(ranks) > 1:
-        done = _devices.share_memory(len(ranks))
-        if ranks[0] == world.rank:
-            warnings.warn(
-                f"init: ranks {ranks} share GPU {mine} of {host}: they take turns, and {done}. "
-                "Start one rank per GPU.",
-                stacklevel=5,
-            )
+    memory = _devices.memory_of_one() if names else ""
+    # Of equal numbers, each may be another GPU, where the launcher shows each rank its own.
+    if len(set(names)) < len(names):
+        mine = taken[world.rank][1]
+        taken = gathered(launched, lambda: (host, mine and _devices.unique(mine)))
+        ranks = _devices.sharing(taken, world.rank)
+        if len(ranks) > 1:
+            memory = _devices.share_memory(len(ranks))
+            if ranks[0] == world.rank:
+                warnings.warn(
+                    f"init: ranks {ranks} share GPU {mine} of {host}: they take turns, and "
+                    f"{memory}. Start one rank per GPU.",
+                    stacklevel=5,
+                )
+    described = []
+    for (its_host, gpu), (_, _, listed, variable) in zip(taken, chosen, strict=True):
+        described.append(_devices.Taken(its_host, gpu, listed, variable))
+    return _devices.describe(described, memory)

@@ -63,6 +63,8 @@ class Xla(MpiTransport):
         first = {device.process_index: device for device in reversed(jax.devices())}
         self._mesh = Mesh(np.array([first[rank] for rank in range(place.size)]), (AXIS,))
         self.arrays = GlobalArrays(NamedSharding(self._mesh, PartitionSpec()))
+        # NCCL waits on the GPU, and its threads on the host look again and again.
+        self.waits_asleep = jax.default_backend() == "cpu"
 
     @property
     def size(self) -> int:

@@ -48,6 +48,7 @@ from jaxmpi._jaxcompat.runtime import (
     at_top_level,
     backends_started,
     binding_axes,
+    callbacks,
     compiling,
     dispatch_in_c,
     gloo_listens_at,

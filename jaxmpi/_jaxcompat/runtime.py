@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -146,6 +147,23 @@ def compiling(thread: int | None) -> bool:
     while frame and frame.f_code.co_name not in ("backend_compile_and_load", "backend_compile"):
         frame = frame.f_back
     return frame is not None
+
+
+def callbacks() -> dict[int, FrameType]:
+    """Return the threads that run a callback of a program, each with the frame of this call.
+
+    These are `pure_callback`, `io_callback`, `debug.callback` and `debug.print`. As long as the
+    frame is kept, no other call has the same one.
+    """
+    folder, found = os.path.dirname(jax.__file__) + os.sep, {}
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_wrapped_callback" and code.co_filename.startswith(folder):
+                found[thread] = frame  # the outermost one
+            frame = frame.f_back
+    return found
 
 
 def leave_as_it_is() -> None:

@@ -12,7 +12,6 @@ other transport the ranks compare the fingerprints before each call (`ComparesBe
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from threading import current_thread, get_ident, main_thread
 from typing import TypeAlias
@@ -436,18 +435,26 @@ class ComparesBefore(Executor):
         elif self._jitted.shares and not program.compiled_once:
             compile_alone(self._backend, self._function.title, program.lower(leaves))
         program.compiled_once = True
-        with self._backend.starting() as keep:
+        with self._backend.starting() as log:
             end, out = run(leaves)
-            keep(end)
+            self._ends[get_ident()] = end  # XLA keeps the order of a thread's programs
+            log.keep(end)
         if self._numbers is not None:
             self._numbers.note(end)
         return out
 
     def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
-        if program.compared_call:
+        if not program.compared_call:
+            out = call()
+        else:
             compare.check_consistent(
                 self._backend, program.compared_call, program.signature.details
             )
-        with self._backend.starting() if program.compared_call else nullcontext():
-            out = call()
+            with self._backend.starting() as log:
+                out = call()
+                # The last one: a loss or the like, and rarely an argument that is passed through.
+                for output in reversed(jax.tree.leaves(out)):
+                    if isinstance(output, jax.Array):
+                        log.watch(output)
+                        break
         return out if self._concurrent else jax.block_until_ready(out)

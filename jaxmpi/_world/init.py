@@ -127,6 +127,8 @@ def init(
         details = [str(world), f"device {world.device}", ranks.transport.description]
         about = ", ".join(filter(None, details))
         sys.stderr.write(f"jaxmpi: {about}\n")
+        if joined is not None and joined.gpus:
+            sys.stderr.write(f"jaxmpi: {joined.gpus}\n")
     return world
 
 

@@ -1,6 +1,8 @@
 """Choice of GPUs, tested without one: which a rank takes, sharing, several devices in a process."""
 
 import os
+import pathlib
+import tempfile
 import warnings
 
 import pytest
@@ -141,3 +143,120 @@ def test_ranks_on_different_platforms_are_refused():
         match=r"rank 0 uses platform gpu, and rank 2 uses platform cpu.*JAX_PLATFORMS",
     ):
         start.check_platforms(["gpu", "gpu", "cpu", "cpu"])
+
+
+# what a first-time user of GPUs meets, and the line of `init(verbose=True)` about it
+
+OWN = "2 ranks, each with a {} of its own: "
+ALL = "JAX takes 75% of its memory when it starts (XLA_CLIENT_MEM_FRACTION)"
+HALF = "each takes 37.5% of its memory (XLA_CLIENT_MEM_FRACTION)"
+ONLY = "the only one that CUDA_VISIBLE_DEVICES shows it"
+# {case: (CUDA_VISIBLE_DEVICES of each rank, UUIDs that nvidia-smi lists on it, more variables, the
+# line, the GPU that each takes, as jax_cuda_visible_devices and CUDA_VISIBLE_DEVICES name it)}
+MEETS = {
+    "the launcher shows all": (
+        ("0,1", "0,1"),
+        ("GPU-a GPU-b", "GPU-a GPU-b"),
+        {},
+        OWN.format("GPU") + f"by its number within the node, of 2 in CUDA_VISIBLE_DEVICES; {ALL}",
+        (("0", "0,1"), ("1", "0,1")),
+    ),
+    "srun --gpus-per-task": (
+        ("0", "0"),
+        ("GPU-a", "GPU-b"),
+        {},
+        OWN.format("GPU") + f"{ONLY}; {ALL}",
+        (("0", "0"), ("0", "0")),
+    ),
+    "srun with one GPU for two tasks": (
+        ("0", "0"),
+        ("GPU-a", "GPU-a"),
+        {},
+        f"2 ranks share 1 GPU: {ONLY}; {HALF}",
+        (("0", "0"), ("0", "0")),
+    ),
+    "MIG slices": (
+        ("MIG-a,MIG-b", "MIG-a,MIG-b"),
+        ("GPU-a", "GPU-a"),
+        {},
+        OWN.format("MIG slice")
+        + f"by its number within the node, of 2 in CUDA_VISIBLE_DEVICES; {ALL}",
+        (("0", "MIG-a"), ("0", "MIG-b")),
+    ),
+    "one MIG slice": (
+        ("MIG-a", "MIG-a"),
+        ("GPU-a", "GPU-a"),
+        {},
+        f"2 ranks share 1 MIG slice: {ONLY}; {HALF}",
+        (("0", "MIG-a"), ("0", "MIG-a")),
+    ),
+    "no preallocation": (
+        ("0,1", "0,1"),
+        ("GPU-a GPU-b", "GPU-a GPU-b"),
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        OWN.format("GPU")
+        + "by its number within the node, of 2 in CUDA_VISIBLE_DEVICES; JAX takes memory as "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false says",
+        (("0", "0,1"), ("1", "0,1")),
+    ),
+    "a GPU for one of them": (
+        ("0", ""),
+        ("GPU-a", ""),
+        {},
+        f"1 rank with a GPU of its own (1 more without): {ONLY}; {ALL}",
+        (("0", "0"), (None, "")),
+    ),
+    "hidden": (("-1", "-1"), ("", ""), {}, "", ((None, "-1"), (None, "-1"))),
+}
+CLEARED = (*MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEETS)
+@run_ranks(2)
+def test_a_line_about_the_gpus(case):
+    """The driver, the plugin and nvidia-smi are stand-ins."""
+    shown, uuids, variables, line, takes = MEETS[case]
+    rank, updates = jaxmpi.rank(), {}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        program = pathlib.Path(folder, "nvidia-smi")
+        program.write_text(f"#!/bin/sh\nprintf '%s\\n' {uuids[rank]}")
+        program.chmod(0o755)
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        patch.setattr(_devices, "find_spec", lambda name: object() if "cuda" in name else None)
+        patch.setattr(_devices.jax.config, "update", updates.__setitem__)
+        patch.setattr(_devices, "started_without", lambda index, option: False)
+        for name in CLEARED:
+            patch.delenv(name, raising=False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", shown[rank])
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        # deleted again at the end
+        patch.setenv("XLA_CLIENT_MEM_FRACTION", "")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert start.take_device(2, None) == line
+        assert len(caught) == ("share" in line and rank == 0)
+        index, listed = takes[rank]
+        assert updates.get("jax_cuda_visible_devices") == index
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == listed
+        shares = "share" in line
+        assert os.environ["XLA_CLIENT_MEM_FRACTION"] == ("0.375" if shares else "")
+
+
+@pytest.mark.slow
+def test_init_prints_the_line_once(tmp_path):
+    code = """
+import os
+from jaxmpi import _devices
+_devices.find_spec = lambda name: object() if "cuda" in name else None
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+os.environ.pop("JAX_PLATFORMS", None)
+import jaxmpi
+world = jaxmpi.init(verbose=True)
+print(world.backend, flush=True)
+"""
+    done = run(2, code, tmp_path)
+    assert done.returncode == 0 and done.stdout.count("xla") == 2, done.stdout + done.stderr
+    line = "jaxmpi: 2 ranks, each with a GPU of its own: by its number within the node, of 2 in "
+    assert done.stderr.count(line) == 1, done.stderr

@@ -375,7 +375,8 @@ def test_mpi4jax_of_another_mpi_says_so(tmp_path):
         ("-1", None, 1, 2, (None, None)),
         ("NoDevFiles", None, 1, 2, (None, None)),
         ("3,-1,4", None, 1, 2, ("0", "3")),
-        ("GPU-ab-12, MIG-7", None, 1, 2, ("1", "MIG-7")),
+        ("GPU-ab-12, GPU-7", None, 1, 2, ("1", "GPU-7")),
+        ("MIG-7, MIG-8", None, 1, 2, ("0", "MIG-8")),  # CUDA shows a process one slice
     ],
 )
 def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, size, chosen):
@@ -388,6 +389,8 @@ def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, si
     index, name = chosen
     assert _devices.choose(local_rank, size, devices) == name
     assert updates.get("jax_cuda_visible_devices") == index
+    shown = "MIG-8" if "MIG" in visible else visible
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
 
 
 @pytest.mark.parametrize(
@@ -471,6 +474,8 @@ def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
 )
 def test_xla_is_the_default_with_a_gpu_for_every_rank(shown, enough):
     assert _devices.enough([(host, list(names)) for host, names in shown]) is enough
+    slices = [(host, [f"MIG-{name}" for name in names]) for host, names in shown]
+    assert not _devices.enough(slices)  # NCCL takes two slices of a GPU for one GPU
 
 
 @pytest.mark.parametrize(

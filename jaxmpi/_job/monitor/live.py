@@ -6,9 +6,11 @@ Twice a second the monitor writes it to memory that other processes of this user
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 
+from jaxmpi import _jaxcompat
 from jaxmpi._job.monitor.monitor import Monitor, doing
 from jaxmpi._job.process.busy import work
 from jaxmpi._job.process.live_record import Writer
@@ -27,6 +29,7 @@ class Live:
     def __init__(self, monitor: Monitor) -> None:
         self._monitor, self._backend = monitor, monitor.backend
         self._due, self._entered, self._since = 0.0, -1, time.monotonic()
+        self._main_thread = threading.main_thread().ident or 0
         # When the last records were written, and how many samples had been counted.
         self._counts: deque[tuple[float, int]] = deque(
             maxlen=1 + round(SAMPLE_RATE_SECONDS / RECORD_EVERY_SECONDS)
@@ -34,6 +37,7 @@ class Live:
         # Without memory for the record, `jaxmpi top` does not show this rank; the job goes on.
         with contextlib.suppress(OSError):
             self._writer = Writer()
+            self._backend.programs.share(self._writer.counts)
             monitor.watchers.append(self._look)
             monitor.at_end.append(lambda _: self._look())
 
@@ -49,6 +53,7 @@ class Live:
         self._counts.append((now, self._monitor.samples))
         place, members = self._backend.place, self._monitor.members
         mine = work()
+        called = [*_jaxcompat.callbacks()]
         at_work = self._backend.long_operation or (str(mine.block) if mine.counts else "")
         self._writer.write(
             {
@@ -62,6 +67,8 @@ class Live:
                 "entered": entered,
                 "inside": inside,
                 "doing": at_work or str(doing(self._backend))[:MAX_DOING_LETTERS],
+                "at": _jaxcompat.called_at(called[0] if called else self._main_thread),
+                "in_callback": bool(called),
                 "busy": bool(at_work),
                 "since_ns": int(1e9 * self._since),
                 "written_ns": time.monotonic_ns(),

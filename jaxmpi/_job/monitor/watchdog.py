@@ -6,29 +6,43 @@ thread does. From the answers it makes a `StallReport`, which `describe` puts in
 rank that waits writes it. After JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job
 ends, unless all missing ranks are at work, in a `jaxmpi.busy` block or at a checkpoint. A wait of
 many times the usual one is reported sooner.
+
+Where the messages of programs are not seen (XLA, mpi4jax), a program is watched as a whole, and one
+that takes long must not end the job. Of a program that all ranks have entered, it ends the job if
+
+- a rank has been in one call of a callback for so long, and another rank is in none;
+- no rank has used CPU time for so long, where a rank that waits uses none;
+- CPU time says nothing, and the program takes USUAL_FACTOR times as long as it ever has.
 """
 
+import contextlib
 import itertools
 import math
 import os
 import statistics
-import sys
-import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmpi import _jaxcompat
+from jaxmpi._backends.program_log import ENTERED
 from jaxmpi._consistency.mismatch import in_words
+from jaxmpi._job.monitor.activity import Activity, Stand, Standing
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.monitor import Doing, Monitor, doing
-from jaxmpi._job.process import run_dir, settings, stderr
+from jaxmpi._job.process import live_record, run_dir, settings, stderr
 from jaxmpi._job.process.busy import work, work_of
 from jaxmpi._job.process.failure import MARK, Cause, Failure, to_json
 
-__all__ = ["Answer", "MissingRank", "StallReport", "Watchdog", "describe"]
+__all__ = [
+    "Answer",
+    "InProgram",
+    "LastSeen",
+    "MissingRank",
+    "StallReport",
+    "Watchdog",
+    "describe",
+]
 
 # For the monitors of the other ranks to answer. A rank whose C code holds the GIL, or that is
 # stopped, never does.
@@ -40,9 +54,14 @@ OTHER_DUMPS_SECONDS = 0.5
 # of the first ones.
 EARLY_FACTOR, EARLY_SECONDS, EARLY_COLLECTIVES = 30, 10.0, 20
 USUAL_COLLECTIVES = 64  # the last ones, from which the usual seconds are computed
+# After the time is over, so that it is over for whatever is measured at intervals.
+LOOK_AGAIN_SECONDS = 0.1
 # At least so long after a report that says when the job ends, it is repeated.
 MIN_REPEAT_SECONDS = 60.0
-STACK_LINES = 3  # of the user, in a report
+# A program may take so many times as long as it ever has, where nothing but the time tells a slow
+# one from a stuck one.
+USUAL_FACTOR = 100
+DESCRIBED_RANKS = 4  # of those that are stuck in a program, in a report
 
 
 class Answer(NamedTuple):
@@ -54,8 +73,18 @@ class Answer(NamedTuple):
     doing: Doing
     at_work: str  # such as "busy: tokenizing, for 75 s"; "" if the others should not wait for it
     idle_seconds: float  # since it was last at work
-    stack: list[str]  # of its main thread, from the innermost call
-    in_program: bool  # in a program that is watched as a whole, and so may take long
+    standing: Standing
+    programs: int = 0  # that it has entered, and that are watched as a whole
+
+
+class LastSeen(NamedTuple):
+    """A silent rank, as it last wrote of itself in its live record."""
+
+    doing: str
+    at: str  # the line of its callback or its main thread
+    in_callback: bool
+    program: int  # the number of the program that it is in, or was in last; 0 for none
+    in_program: bool
 
 
 class MissingRank(NamedTuple):
@@ -67,6 +96,17 @@ class MissingRank(NamedTuple):
     at_work: str = ""  # as in `Answer`
     answer: Answer | None = None  # None if its monitor does not answer
     state: str = ""  # of its process, if that is on this host: "runs", "stopped" or "ended"
+    seen: LastSeen | None = None  # of a silent rank on this host
+
+
+class InProgram(NamedTuple):
+    """A rank in a program that all ranks have entered, or at the comparison after it."""
+
+    rank: int
+    pid: int
+    host: str
+    at_work: str  # as in `Answer`
+    standing: Standing
 
 
 class StallReport(NamedTuple):
@@ -77,7 +117,7 @@ class StallReport(NamedTuple):
     doing: Doing  # this rank's collective and line
     arrived: list[int]  # ranks that have entered it
     missing: list[MissingRank]
-    in_program: bool  # whether one that arrived is in a program that is watched as a whole
+    program: list[InProgram]  # if none is missing from a program that is one whole: who waits
     ends_in_seconds: float | None  # None if the job does not end for it
 
 
@@ -87,7 +127,7 @@ class Watchdog:
     def __init__(self, monitor: Monitor, recorder: Recorder) -> None:
         self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._stall_seconds, self._end_seconds = settings.limits()
-        self._main_thread = threading.main_thread().ident or 0
+        self._activity = Activity(monitor.backend)
         self._progress = (0, False)  # collectives entered, and whether inside the last one
         self._since = time.monotonic()  # of the last change of the number
         # Seconds between the looks at which the number had changed.
@@ -103,6 +143,8 @@ class Watchdog:
 
     def _look(self) -> None:
         """Look whether this rank still waits in the same collective; ten times a second."""
+        self._backend.programs.look()
+        self._activity.look()
         progress, now = self._backend.progress(), time.monotonic()
 
         # It goes on: this wait is over. Outside of collectives nothing is waited for.
@@ -127,7 +169,7 @@ class Watchdog:
 
         # It has waited until the next deadline: ask the others. Old answers would be wrong.
         elif waited_seconds > self._due:
-            self._due = next(self._deadlines)
+            self._due = next(due for due in self._deadlines if due > waited_seconds)
             self._asked_at, self._answers = now, {}
             self._monitor.send_all("where", None)
 
@@ -153,10 +195,10 @@ class Watchdog:
 
     def _own_answer(self) -> Answer:
         entered, inside = self._backend.progress()
-        mine, stack = work(), _stack(self._main_thread)
+        mine, standing = work(), self._activity.standing()
         at_work = self._backend.long_operation or (str(mine.block) if mine.counts else "")
         if mine.block is not None and not mine.counts:  # past its limit
-            stack = [str(mine.block), *stack]
+            standing = standing._replace(stack=(str(mine.block), *standing.stack))
         return Answer(
             entered=entered,
             inside=inside,
@@ -164,8 +206,8 @@ class Watchdog:
             doing=doing(self._backend),
             at_work=at_work,
             idle_seconds=0.0 if at_work else mine.idle_seconds,
-            stack=stack,
-            in_program=self._backend.in_program(),
+            standing=standing,
+            programs=self._backend.programs.counts[ENTERED],
         )
 
     def _report(self, waited_seconds: float) -> None:
@@ -173,34 +215,44 @@ class Watchdog:
         place = self._backend.place
         answers = {**self._answers, place.rank: self._own_answer()}
 
-        # Ranks that are in this collective, or beyond it.
-        entered = answers[place.rank].entered
+        # Ranks that are in this collective, or beyond it. A rank that has left the program in which
+        # this one still is does not count as missing.
+        mine = answers[place.rank]
+        in_program = mine.standing.stand is not Stand.PYTHON
         arrived = []
         for rank, answer in sorted(answers.items()):
-            if answer.entered > entered or (answer.entered == entered and answer.inside):
+            came = answer.entered == mine.entered and answer.inside
+            left = in_program and answer.programs >= mine.programs
+            if answer.entered > mine.entered or came or left:
                 arrived.append(rank)
-        if not arrived:  # this rank has just gone on
+        if not mine.inside:  # this rank has just gone on
             return
 
         # The others are missing. Without an answer, see what their processes show.
-        missing, idle_seconds = [], []
+        missing, left_seconds = [], math.inf
         for rank in range(place.size):
             if rank not in arrived:
-                found, seconds_since_work = self._missing_rank(rank, answers.get(rank))
+                found, rank_left_seconds = self._missing_rank(
+                    rank, answers.get(rank), waited_seconds
+                )
                 missing.append(found)
-                idle_seconds.append(min(waited_seconds, seconds_since_work))
+                left_seconds = min(left_seconds, rank_left_seconds)
 
-        # Waiting is of no use if a missing rank does nothing, or if all ranks are in a collective
-        # that should take no time. A program that all have entered may take long, so it never ends
-        # the job.
-        in_program = any(answers[rank].in_program for rank in arrived)
-        hopeless = any(not found.at_work for found in missing) or (not missing and not in_program)
+        # Without missing ranks, they are in a collective that should take no time, or in a program.
+        program = []
+        if not missing:
+            for rank, answer in sorted(answers.items()):
+                if answer.inside:
+                    pid, host = self._monitor.members[rank]
+                    program.append(InProgram(rank, pid, host, answer.at_work, answer.standing))
+            if any(found.standing.stand is not Stand.PYTHON for found in program):
+                left_seconds = self._left_seconds_in_program(answers)
+            else:
+                program, left_seconds = [], self._left_seconds(waited_seconds)
         stalled = waited_seconds > self._stall_seconds
-        # A rank that was at work during this wait has all of the time from the end of its work.
-        left_seconds = math.inf
-        if self._end_seconds:
-            left_seconds = self._end_seconds - max(idle_seconds, default=waited_seconds)
-        announced = stalled and hopeless and 0 < left_seconds < math.inf
+        announced = stalled and 0 < left_seconds < math.inf
+        if announced:  # look again when the time is over
+            self._due = waited_seconds + left_seconds + LOOK_AGAIN_SECONDS
 
         # All ranks that wait come here at about the same time. The lowest one writes, unless it has
         # just begun to wait, and will not report for some time.
@@ -213,7 +265,7 @@ class Watchdog:
             doing=answers[place.rank].doing,
             arrived=arrived,
             missing=missing,
-            in_program=in_program,
+            program=program,
             ends_in_seconds=left_seconds if announced else None,
         )
         self._monitor.say(describe(report))
@@ -223,49 +275,105 @@ class Watchdog:
                 self._monitor.say(
                     f"the last collectives of each rank: jaxmpi timeline {path.parent}"
                 )
-        if hopeless and left_seconds < 0:
+        if left_seconds <= 0:
             time.sleep(OTHER_DUMPS_SECONDS)
-            _report_to_launcher(missing)
+            _report_to_launcher([*missing, *_in_callbacks(program)])
             self._monitor.end(1, _why_ended(report))
 
-    def _missing_rank(self, rank: int, answer: Answer | None) -> tuple[MissingRank, float]:
-        """Return what a missing rank does, and the seconds since it was at work."""
+    def _left_seconds(self, idle_seconds: float) -> float:
+        """Return the seconds until the job ends for a rank that has done nothing for so long."""
+        return self._end_seconds - idle_seconds if self._end_seconds else math.inf
+
+    def _left_seconds_of(self, answer: Answer, waited_seconds: float) -> float:
+        """Return the seconds until the job ends for a rank that others wait for; maybe infinite."""
+        standing = answer.standing
+        if answer.at_work or standing.stand is Stand.COMPUTES:
+            return math.inf
+        # A rank that was at work during this wait has all of the time from the end of its work.
+        if standing.stand is Stand.PYTHON:
+            return self._left_seconds(min(waited_seconds, answer.idle_seconds))
+        if standing.stand in (Stand.CALLBACK, Stand.BLOCKED):
+            return self._left_seconds(min(standing.seconds, answer.idle_seconds))
+        if standing.usual_seconds is None or not self._end_seconds:
+            return math.inf
+        limit = max(self._end_seconds, USUAL_FACTOR * standing.usual_seconds)
+        return limit - min(standing.seconds, answer.idle_seconds)
+
+    def _left_seconds_in_program(self, answers: dict[int, Answer]) -> float:
+        """Return the seconds until the job ends for a program that all ranks have entered."""
+        inside = [answer for answer in answers.values() if answer.inside]
+        if any(answer.at_work for answer in inside):
+            return math.inf
+        called, others = [], []
+        for answer in inside:
+            left_seconds = self._left_seconds_of(answer, math.inf)
+            if answer.standing.stand is Stand.CALLBACK:
+                called.append(left_seconds)
+            elif answer.standing.stand is not Stand.PYTHON:
+                others.append(left_seconds)
+        # Waiting is of no use if one rank does not come out of a callback. Where all are in one,
+        # none waits for another.
+        if called:
+            return min(called) if len(called) < len(inside) else math.inf
+        # Else as long as one rank computes, or may do so, the others wait for it.
+        return max(others)
+
+    def _missing_rank(
+        self, rank: int, answer: Answer | None, waited_seconds: float
+    ) -> tuple[MissingRank, float]:
+        """Return what a missing rank does, and the seconds until the job ends for it."""
         pid, host = self._monitor.members[rank]
         if answer is not None:
-            return MissingRank(rank, pid, host, answer.at_work, answer), answer.idle_seconds
+            left_seconds = self._left_seconds_of(answer, waited_seconds)
+            return MissingRank(rank, pid, host, answer.at_work, answer), left_seconds
+        silent = self._left_seconds(waited_seconds)
         # Only the processes of this host can be looked at.
         if host != os.uname().nodename:
-            return MissingRank(rank, pid, host), math.inf
+            return MissingRank(rank, pid, host), silent
         # C code of a busy rank may hold the GIL, so that its monitor is silent. What it wrote
         # before can be read; but a stopped rank is not at work, whatever it wrote.
         state = run_dir.state(pid)
-        if state != "runs":
-            return MissingRank(rank, pid, host, state=state), math.inf
+        if state == "ended":
+            return MissingRank(rank, pid, host, state=state), silent
+        seen = _last_seen(pid)
+        if state == "stopped":
+            return MissingRank(rank, pid, host, state=state, seen=seen), silent
         theirs = work_of(pid)
         at_work = str(theirs.block) if theirs.counts else ""
-        return MissingRank(rank, pid, host, at_work, state=state), theirs.idle_seconds
+        left_seconds = self._left_seconds(min(waited_seconds, theirs.idle_seconds))
+        found = MissingRank(rank, pid, host, at_work, state=state, seen=seen)
+        return found, math.inf if at_work else left_seconds
 
 
-def _report_to_launcher(missing: list[MissingRank]) -> None:
+def _last_seen(pid: int) -> LastSeen | None:
+    """Return what a process of this host last wrote of itself; None if it cannot be read."""
+    with contextlib.suppress(OSError):
+        reader = live_record.Reader(pid)
+        try:
+            about, programs = reader.about(), reader.programs()
+        finally:
+            reader.close()
+        if about and programs:
+            entered, left = programs
+            return LastSeen(
+                doing=about.get("doing", ""),
+                at=about.get("at", ""),
+                in_callback=about.get("in_callback", False),
+                program=entered,
+                in_program=entered > left,
+            )
+    return None
+
+
+def _in_callbacks(program: list[InProgram]) -> list[InProgram]:
+    return [found for found in program if found.standing.stand is Stand.CALLBACK]
+
+
+def _report_to_launcher(late: list[MissingRank | InProgram]) -> None:
     """Name the ranks that have failed to `jaxmpi run`, which else blames the one that aborts."""
-    if missing and "JAXMPI_RUN_DIR" in os.environ:
-        failures = [Failure(m.rank, m.pid, m.host, Cause.STALLED, joined=True) for m in missing]
+    if late and "JAXMPI_RUN_DIR" in os.environ:
+        failures = [Failure(x.rank, x.pid, x.host, Cause.STALLED, joined=True) for x in late]
         stderr.say(f"{MARK}{to_json(failures)}\n")
-
-
-def _stack(thread: int) -> list[str]:
-    """Return the innermost call of a thread, and the user's innermost lines."""
-    frame = sys._current_frames().get(thread)
-    calls = list(reversed(traceback.extract_stack(frame))) if frame else []
-    of_user = [call for call in calls if not _jaxcompat.in_library(call.filename)]
-    shown = of_user[:STACK_LINES]
-    if calls[:1] != of_user[:1]:
-        shown = [*calls[:1], *shown]
-    lines = ["(compiling)"] if _jaxcompat.compiling(thread) else []
-    for call in shown:
-        place = f"{os.path.basename(call.filename)}:{call.lineno} in {call.name}"
-        lines.append(f"{place}: {call.line}" if call.line else place)
-    return lines
 
 
 # from records to words
@@ -279,8 +387,8 @@ def describe(report: StallReport) -> str:
         lines.append(f"  arrived: {in_words(report.arrived)}")
         for missing in report.missing:
             lines += _describe_missing(missing)
-    elif report.in_program:
-        lines.append("  all ranks are in the program: it takes long, or one of them is stuck in it")
+    elif report.program:
+        lines += _describe_program(report.program)
     else:
         lines.append("  all ranks entered the collective; no progress")
     if report.ends_in_seconds is not None:
@@ -288,7 +396,7 @@ def describe(report: StallReport) -> str:
             f"  the job ends in {report.ends_in_seconds:.0f} s if it does not go on "
             "(JAXMPI_STALL_END_SECONDS)"
         )
-        if report.missing:
+        if report.missing or _in_callbacks(report.program):
             lines.append(
                 "  a rank that works alone for long says so: with jaxmpi.busy('what it does')"
             )
@@ -304,20 +412,114 @@ _SILENT = {
 
 
 def _describe_missing(missing: MissingRank) -> list[str]:
-    name = f"  missing: rank {missing.rank} (pid {missing.pid} on {missing.host})"
+    name = f"  missing: {_name(missing)}"
     if missing.at_work:
         return [f"{name} is {missing.at_work}"]
     answer = missing.answer
     if answer is None:
-        return [f"{name} does not answer: {_SILENT[missing.state]}"]
-    return [
-        f"{name}, {answer.doing}, {answer.waited_seconds:.0f} s ago; its main thread is at",
-        *(f"      {line}" for line in answer.stack),
+        silent = f"{name} does not answer: {_SILENT[missing.state]}"
+        return [silent, *([_describe_seen(missing.seen)] if missing.seen else [])]
+    standing = answer.standing
+    about = f"{name}, {answer.doing}"
+    if standing.stand is Stand.CALLBACK:
+        about += f": in a callback of the program for {standing.seconds:.0f} s, which"
+    elif standing.stand is Stand.PYTHON:
+        python = "" if answer.doing.phase == "in" else ", in Python"
+        about += f", {answer.waited_seconds:.0f} s ago{python}; its main thread"
+    elif standing.stand is Stand.COMPUTES:
+        about += f", which computes, for {standing.seconds:.0f} s; its main thread"
+    elif standing.stand is Stand.BLOCKED:
+        about += f", without CPU time for {standing.seconds:.0f} s; its main thread"
+    else:
+        about += f", for {standing.seconds:.0f} s; its main thread"
+    return [f"{about} {_state_of(standing)} at", *(f"      {line}" for line in standing.stack)]
+
+
+def _name(found: MissingRank | InProgram) -> str:
+    return f"rank {found.rank} (pid {found.pid} on {found.host})"
+
+
+def _state_of(standing: Standing) -> str:
+    return "is asleep" if standing.asleep else "runs"
+
+
+def _describe_seen(seen: LastSeen) -> str:
+    inside = "in a callback of" if seen.in_callback else "in"
+    if not seen.program:
+        stand = ""
+    elif seen.in_program:
+        stand = f" {inside} its program {seen.program}"
+    else:
+        stand = f" in Python after its program {seen.program}"
+    at = f" at {seen.at}" if seen.at else ""
+    return f"      last seen{stand}{at}, {seen.doing}"
+
+
+def _describe_program(program: list[InProgram]) -> list[str]:
+    """Describe the ranks of a program that all have entered."""
+    lines = []
+    by_stand: dict[Stand, list[InProgram]] = {}
+    for found in program:
+        by_stand.setdefault(found.standing.stand, []).append(found)
+        if found.at_work:
+            lines.append(f"  {_name(found)} is {found.at_work}")
+
+    if called := by_stand.get(Stand.CALLBACK):
+        if waiting := [found.rank for found in program if found not in called]:
+            lines.append(f"  waiting in the program: {in_words(waiting)}")
+        else:
+            lines.append("  all ranks in it are in callbacks of it: none waits for another")
+        return lines + _describe_ranks(called)
+
+    if computing := by_stand.get(Stand.COMPUTES):
+        ranks = in_words([found.rank for found in computing])
+        return [*lines, f"  all ranks are in the program, which takes long: CPU time of {ranks}"]
+
+    if Stand.UNKNOWN not in by_stand:
+        blocked = by_stand[Stand.BLOCKED]
+        seconds = min(found.standing.seconds for found in blocked)
+        lines.append(
+            f"  all ranks are in the program, and none has used CPU time for {seconds:.0f} s"
+        )
+        return lines + _describe_ranks(blocked)
+
+    unknown = by_stand[Stand.UNKNOWN]
+    known = [x.standing.usual_seconds for x in unknown if x.standing.usual_seconds is not None]
+    if len(known) == len(unknown):
+        usual = f"its longest run until now took {max(known):.1f} s"
+    else:
+        usual = "it runs for the first time, and the job does not end for it"
+    lines += [
+        "  all ranks are in the program: it takes long, or one of them is stuck in it",
+        f"  nothing but the time tells which: {usual}",
     ]
+    return lines + _describe_ranks(unknown)
+
+
+def _describe_ranks(program: list[InProgram]) -> list[str]:
+    lines = []
+    for found in program[:DESCRIBED_RANKS]:
+        standing = found.standing
+        if standing.stand is Stand.CALLBACK:
+            seconds = f"{standing.seconds:.0f} s"
+            where = f"  late: {_name(found)}, in a callback of the program for {seconds}, which"
+        else:
+            where = f"  {_name(found)}: its main thread"
+        lines += [f"{where} {_state_of(standing)} at", *(f"      {x}" for x in standing.stack)]
+    if len(program) > DESCRIBED_RANKS:
+        lines.append(f"  and {len(program) - DESCRIBED_RANKS} more ranks")
+    return lines
 
 
 def _why_ended(report: StallReport) -> str:
     waited = f"stalled for {report.waited_seconds:.0f} s"
+    if called := _in_callbacks(report.program):
+        first = called[0]
+        at = f", at {first.standing.stack[0]}" if first.standing.stack else ""
+        stuck = f"{in_words([found.rank for found in called])} on {first.host}"
+        return f"{waited}: a callback of the program does not return on {stuck}{at}."
+    if report.program:
+        return f"{waited}: a program that all ranks have entered does not end."
     if not report.missing:
         return f"{waited}: a collective that all ranks have entered does not end."
     hosts = ", ".join(sorted({missing.host for missing in report.missing}))

@@ -2,7 +2,8 @@
 
 They are in `/proc/PID/fd`:
 
-jaxmpi-rank    a JSON object that the rank's monitor writes twice a second (`Writer`)
+jaxmpi-rank    a JSON object that the rank's monitor writes twice a second (`Writer`), and behind
+               it the numbers of the programs that the rank has entered and left
 jaxmpi-events  the ring of the last messages, which the native transport records (native/record.h)
 
 They are memory: nothing is left of them when the rank has ended, and they can be read while it is
@@ -27,6 +28,7 @@ RANK, EVENTS = "jaxmpi-rank", "jaxmpi-events"
 TEXT_BYTES = 1 << 14  # of the JSON object
 LAYOUT_BYTES = 1 << 12  # at the beginning of jaxmpi-events, which has its layout there
 INT64_BYTES = 8
+COUNTS = 2  # int64 behind the JSON object: the programs that the rank has entered, and left
 FIELDS = ("fingerprint", "bytes", "start", "all_entered", "end")  # of an event, by name
 # its number, then FIELDS; the last three are nanoseconds of time.monotonic_ns()
 Event = tuple[int, int, int, int, int, int]
@@ -44,7 +46,11 @@ class Layout(NamedTuple):
 
 
 class Writer:
-    """The rank's side of the live record."""
+    """The rank's side of the live record.
+
+    Attributes:
+      counts: the programs that the rank has entered, and those that it has left.
+    """
 
     def __init__(self) -> None:
         """Make the file.
@@ -53,7 +59,11 @@ class Writer:
           OSError: there is no memory for it.
         """
         self._file = os.memfd_create(RANK, os.MFD_CLOEXEC)
-        os.ftruncate(self._file, TEXT_BYTES)
+        size = TEXT_BYTES + COUNTS * INT64_BYTES
+        os.ftruncate(self._file, size)
+        # which the rank writes by two stores, so that another process reads them at any moment
+        self._memory = mmap.mmap(self._file, size)
+        self.counts = memoryview(self._memory)[TEXT_BYTES:].cast("q")
 
     def write(self, about: Mapping[str, object]) -> None:
         """Show these values instead of the last ones; what does not fit is not shown."""
@@ -63,7 +73,9 @@ class Writer:
             os.pwrite(self._file, text + b"\n", 0)
 
     def close(self) -> None:
-        """Stop showing anything."""
+        """Stop showing anything; nobody may write `counts` any more."""
+        self.counts.release()
+        self._memory.close()  # it has a descriptor of the file, too
         os.close(self._file)
 
 
@@ -111,6 +123,14 @@ class Reader:
                     return {}
                 return about | {"doing": self.problem} if self.problem else about
         return {}
+
+    def programs(self) -> tuple[int, int] | None:
+        """Return how many programs the rank has entered, and left; None where it does not say."""
+        numbers = os.pread(self._text, COUNTS * INT64_BYTES, TEXT_BYTES)
+        if len(numbers) < COUNTS * INT64_BYTES:  # of an earlier version of jaxmpi
+            return None
+        entered, left = memoryview(numbers).cast("q")
+        return entered, left
 
     def events(self, most: int) -> list[Event]:
         """Return its last messages; none on a transport that records none."""

@@ -23,6 +23,7 @@ from test_monitor import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi._job.monitor import watchdog
+from jaxmpi._job.monitor.activity import Stand, Standing
 from jaxmpi._job.monitor.monitor import Doing
 from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._job.tools import timeline
@@ -216,10 +217,8 @@ def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkey
 
 
 def test_a_stall_report_in_words():
-    answer = watchdog.Answer(
-        *(7, False, 61.2, Doing("after", "allgather_object"), "", 61.2),
-        *(["train.py:88 in load_batch: image = decode(path)"], False),
-    )
+    standing = Standing(Stand.PYTHON, stack=("train.py:88 in load_batch: image = decode(path)",))
+    answer = watchdog.Answer(7, False, 61.2, Doing("after", "allgather_object"), "", 61.2, standing)
     report = watchdog.StallReport(
         waited_seconds=60.4,
         stalled=True,
@@ -230,13 +229,14 @@ def test_a_stall_report_in_words():
             watchdog.MissingRank(2, 12, "b", at_work="busy: tokenizing, for 75 s"),
             watchdog.MissingRank(3, 13, "b", state="stopped"),
         ],
-        in_program=False,
+        program=[],
         ends_in_seconds=540.0,
     )
     assert watchdog.describe(report).splitlines() == [
         "stalled: has waited 60 s in barrier at train.py:41",
         "  arrived: ranks 0, 4",
-        "  missing: rank 1 (pid 11 on a), after allgather_object, 61 s ago; its main thread is at",
+        "  missing: rank 1 (pid 11 on a), after allgather_object, 61 s ago, in Python; its main "
+        "thread runs at",
         "      train.py:88 in load_batch: image = decode(path)",
         "  missing: rank 2 (pid 12 on b) is busy: tokenizing, for 75 s",
         "  missing: rank 3 (pid 13 on b) does not answer: it is stopped (SIGSTOP, or a debugger)",
