@@ -20,7 +20,7 @@ from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 SAID = (
-    r"step: output {}(, \S+ and \d more outputs)? may differ between the ranks from this call on, "
+    r"step: output {}(, \S+ and \d+ more)? may differ between the ranks from this call on, "
     r"and was equal on all of them "
     r"before. If it is trained, average the gradients"
 )
