@@ -1,7 +1,8 @@
 """Find a forgotten mean: train state that is equal on all ranks before a call but not after it.
 
-An output counts as the next value of an input if it has the same path, shape and dtype, and is the
-input plus something, as a parameter is plus its update. It is checked in two steps:
+An output counts as the next value of an input if it has the same path, shape and dtype, and depends
+on the input, in whatever form: p - lr·g, 0.99·p + 0.01·g, p·exp(-lr·g), p / |p|, a history that is
+shifted. It is checked in two steps:
 
 1. when the program is traced, `DivergenceCheck.find` selects the outputs that may differ between
    the ranks although their inputs are equal;
@@ -14,17 +15,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.dataflow import Analysis, propagate
-from jaxmpi._analysis.primitives import Op, Trait, has
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._analysis.text import Text
 from jaxmpi._consistency.findings import Finding
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import is_key, leaf_name
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["DivergenceCheck", "pairs"]
@@ -82,11 +82,11 @@ class DivergenceCheck:
         varies = may_vary(jaxpr, differs, constants=False, marked=False)
         if not any(varies[pair.output] for pair in candidates):
             return None
-        # Of these, which are their input plus something?
-        added = propagate(ADDED, jaxpr, [frozenset({i}) for i in range(count)])
+        # Of these, which depend on their input?
+        sources = propagate(SOURCES, jaxpr, [frozenset({i}) for i in range(count)])
         found: list[Pair] = []
         for pair in candidates:
-            if varies[pair.output] and pair.source in added[pair.output]:
+            if varies[pair.output] and pair.source in sources[pair.output]:
                 found.append(pair)
         return cls(title, jaxpr, found) if found else None
 
@@ -123,7 +123,7 @@ def pairs(
     inputs = _inputs_by_key(ins, captured)
     found: list[Pair] = []
     for output, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
-        if is_per_rank_leaf(path) or isinstance(v, Literal):
+        if is_per_rank_leaf(path) or isinstance(v, Literal) or _is_of_each_rank(path, v):
             continue
         for key in _keys(path):
             for source in inputs.get(key, []):
@@ -131,6 +131,15 @@ def pairs(
                 if (aval.shape, aval.dtype) == (v.aval.shape, v.aval.dtype):
                     found.append(Pair(source, output, leaf_name(path)))
     return found
+
+
+def _is_of_each_rank(path: KeyPath, v: Var) -> bool:
+    """Return whether each rank has its own value by the kind of an output.
+
+    These are typed PRNG keys, and the statistics of BatchNorm, which Linen has in "batch_stats".
+    """
+    names = {getattr(entry, "key", getattr(entry, "name", None)) for entry in path}
+    return is_key(v.aval) or "batch_stats" in names
 
 
 # Keys by which inputs and outputs are paired. The key of an input is its path in the argument: the
@@ -160,31 +169,11 @@ def _keys(path: KeyPath) -> list[Hashable]:
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
 
 
-# Analysis: the inputs that are added into a value
+# Analysis: the inputs that a value depends on
 
 
 def _union(values: Sequence[Sources]) -> Sources:
     return NO_INPUT.union(*values)
 
 
-def _local(eqn: JaxprEqn, operands: list[Sources]) -> list[Sources]:
-    if has(eqn, Trait.KEEPS_VALUE):
-        return operands
-    if has(eqn, Trait.ADDS_UP):
-        return [_union(operands)]
-    return [NO_INPUT] * len(eqn.outvars)
-
-
-ADDED = Analysis(
-    bottom=NO_INPUT,
-    join=_union,
-    rules={
-        Op.SUBTRACT: lambda eqn, operands: operands[:1],
-        Op.SELECT: lambda eqn, operands: [_union(operands[1:])],
-        Op.CLAMP: lambda eqn, operands: operands[1:2],
-        Op.GET: lambda eqn, operands: operands[:1],
-        Op.SWAP: lambda eqn, operands: operands[:1],
-    },
-    otherwise=_local,
-    constants=NO_INPUT,
-)
+SOURCES = Analysis(bottom=NO_INPUT, join=_union, constants=NO_INPUT)

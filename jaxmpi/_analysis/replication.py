@@ -26,6 +26,7 @@ from jaxmpi._analysis.classify import RANK_OPS, calls_python, is_computed_from, 
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.inner_jaxprs import line
 from jaxmpi._analysis.primitives import Op, is_sum, op_of
+from jaxmpi._consistency.findings import Finding
 from jaxmpi._jaxcompat import AnyJaxpr, CallSite
 from jaxmpi._marks import Differs, Equal, mark_of
 
@@ -172,6 +173,7 @@ def varying(
     constants: bool = True,
     warn: bool = True,
     api: str = "jaxmpi.jit",
+    title: str = "",
 ) -> list[bool]:
     """Return which outputs may differ, as `may_vary` does, and check the program on the way.
 
@@ -180,7 +182,8 @@ def varying(
       ins: as in `may_vary`.
       constants: as in `may_vary`.
       warn: whether to warn.
-      api: the function of jaxmpi that the user called, for errors and warnings.
+      api: the function of jaxmpi that the user called, for errors.
+      title: the name of the program, for warnings.
 
     Raises:
       ValueError: a collective is in a branch or a loop whose predicate may differ: some ranks would
@@ -219,7 +222,8 @@ def varying(
     outs = propagate(analysis, jaxpr, classes, visit)
     for sums_of_call in sums.values():
         if warn and not any(is_needed for _, is_needed in sums_of_call):
-            _warn_of_reduction(api, sums_of_call[0][0])
+            twice = Finding("repeated_mean", title, detail=line(sums_of_call[0][0]))
+            warnings.warn(twice.warning(), stacklevel=2)
     return [out != ALL for out in outs]
 
 
@@ -240,14 +244,7 @@ def _refuse(api: str, eqn: JaxprEqn, collective: JaxprEqn) -> None:
         f"{at}), and {decided} may differ between the ranks: some ranks would wait for the others "
         "forever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' "
         "or 'min'; in a line search, use jaxmpi.average_loss for its value_fn), or name the "
-        "arguments that are equal on all ranks in replicated_argnums."
-    )
-
-
-def _warn_of_reduction(api: str, eqn: JaxprEqn) -> None:
-    """Warn of a sum over values that are equal on all ranks."""
-    warnings.warn(
-        f"{api}: the value summed or averaged at {line(eqn)} is equal on all ranks already. "
-        "Leave the mean out; a sum multiplies the value by the number of ranks.",
-        stacklevel=3,
+        "arguments that are equal on all ranks in replicated_argnums. A transformation that skips "
+        "updates, such as optax.apply_if_finite, goes inside: "
+        "jaxmpi.distributed(optax.apply_if_finite(...)); or use jaxmpi.skip_nonfinite."
     )

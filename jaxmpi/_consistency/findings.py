@@ -69,13 +69,8 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
     ),
     "repeated_mean": Assumption(
         False,
-        "the mean of {leaves} over the ranks is taken twice: {detail}.",
-        "Take it once.",
-    ),
-    "unscaled_sum": Assumption(
-        False,
-        "{leaves} is updated with a sum over the ranks, and not with a mean: {detail}.",
-        "Divide by jaxmpi.size(), or use jaxmpi.distributed or lax.pmean.",
+        "the value summed or averaged at {detail} is equal on all ranks already.",
+        "Leave the mean out; a sum multiplies the value by the number of ranks.",
     ),
     "skipped_update": Assumption(
         True,

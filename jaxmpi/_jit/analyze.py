@@ -183,7 +183,8 @@ def _varying_outputs(
       ValueError: an output may differ that is declared replicated, with its name.
     """
     try:
-        warn = backend.place.rank == 0
+        may_warn = is_checked("repeated_mean", function.allowed)
+        warn = may_warn and backend.place.rank == 0
         varies = _varies(
             function, jaxpr, True, len(captured), replicated, outs, declared, warn=warn
         )
@@ -266,6 +267,7 @@ def _varies(
         constants=captured_differ,
         warn=warn,
         api=function.api,
+        title=function.title,
     )
     for path, is_declared, differs in zip(outs, declared, varies, strict=True):
         if differs and is_declared:
