@@ -8,7 +8,7 @@ between programs.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
