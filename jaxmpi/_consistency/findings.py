@@ -1,20 +1,16 @@
-"""Findings: assumptions of data-parallel training that a rank breaks, and their words.
+"""Findings: assumptions of data-parallel training that a program breaks, and their words.
 
-A check makes a `Finding` of what it has found. This file alone makes an error or a warning of it.
+A check makes a `Finding` of what it has found; this file alone makes the text of it. What is
+checked can be turned off:
 
-- A finding is an error where the numbers are surely wrong: each rank raises it. It is a warning, on
-  rank 0, where the user may mean it.
-- `allow="NAME"` of `jaxmpi.jit`, `jaxmpi.nn.jit`, `jaxmpi.pmap`, `jaxmpi.batches` and
-  `jaxmpi.shard` turns off one check by its name, and no other.
-- The environment variable JAXMPI_CHECK turns off all of them (0), or compares all values at every
-  step as well (1).
+- `allow="NAME"` of `jaxmpi.jit`, `jaxmpi.nn.jit` and `jaxmpi.pmap` turns off one check by its name,
+  for one function;
+- JAXMPI_CHECK=0 in the environment turns off all of them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmpi._consistency.mismatch import ranks_have
-from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process import settings
 
 __all__ = ["ASSUMPTIONS", "Assumption", "Finding", "checked_names", "is_checked"]
@@ -26,117 +22,49 @@ class Assumption(NamedTuple):
     """An assumption of data-parallel training.
 
     Attributes:
-      is_error: whether numbers are surely wrong if a rank breaks it.
-      found: the sentence about a rank that breaks it; `{leaves}`, `{ranks}` ("rank 1 has") and
-        `{detail}` are those of the finding.
+      found: the sentence about a program that breaks it; `{leaves}` are those of the finding.
       advice: what to do about it.
     """
 
-    is_error: bool
     found: str
     advice: str
 
 
 # by the name that `allow` takes
 ASSUMPTIONS: Mapping[str, Assumption] = {
-    "unequal_start": Assumption(
-        True,
-        "{leaves} differ between the ranks before the first step: {ranks} other values than the "
-        "other ranks. All ranks add the same updates, so they would differ for ever.",
-        "Make them equal with jaxmpi.synchronize before the first step. What each rank should have "
-        "of its own belongs into a jaxmpi.PerRankState, or in nnx into an nnx.BatchStat.",
-    ),
-    "unequal_number": Assumption(
-        True,
-        "{leaves} differ between the ranks: {detail}.",
-        "Numbers such as a learning rate change on all ranks or on none: decide by a value that "
-        "all ranks have (jaxmpi.average_metrics), or put it into a jaxmpi.PerRankState.",
-    ),
-    "data_order": Assumption(
-        True,
-        "the data differ between the ranks: {ranks} {detail}. Some samples would come twice, and "
-        "others never.",
-        "Read the samples in one order on all ranks, such as sorted(os.listdir(...)), and split "
-        "them with one seed.",
-    ),
     "forgotten_mean": Assumption(
-        False,
         "output {leaves} may differ between the ranks from this call on, and was equal on all of "
         "them before.",
         "If it is trained, average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). If "
         "it should differ, such as a sum over the batches of a rank, put it into a "
         "jaxmpi.PerRankState, or in nnx into an nnx.BatchStat.",
     ),
-    "repeated_mean": Assumption(
-        False,
-        "the mean of {leaves} over the ranks is taken twice: {detail}.",
-        "Take it once.",
-    ),
-    "unscaled_sum": Assumption(
-        False,
-        "{leaves} is updated with a sum over the ranks, and not with a mean: {detail}.",
-        "Divide by jaxmpi.size(), or use jaxmpi.distributed or lax.pmean.",
-    ),
-    "skipped_update": Assumption(
-        True,
-        "{ranks} skipped an update, with its collectives, that the other ranks have made: "
-        "{detail}.",
-        "Put the transformation that skips inside of jaxmpi.distributed, or use "
-        "jaxmpi.skip_nonfinite.",
-    ),
 }
 
 
 class Finding(NamedTuple):
-    """An assumption that some rank breaks.
+    """An assumption that a program breaks.
 
     Attributes:
       assumption: its name, a key of ASSUMPTIONS.
-      function: the title of the step or the function of jaxmpi in which it was found.
-      leaves: the names of the leaves, if it is about these.
-      ranks: the ranks that differ from the others, if these are known.
-      detail: anything else, as `Assumption.found` wants it.
+      function: the title of the step in which it was found.
+      leaves: the names of the leaves that it is about.
     """
 
     assumption: str
     function: str
-    leaves: Sequence[str] = ()
-    ranks: Sequence[int] = ()
-    detail: str = ""
-
-    @property
-    def is_error(self) -> bool:
-        """Return whether it is an error on all ranks, and not a warning on rank 0."""
-        return ASSUMPTIONS[self.assumption].is_error
-
-    def error(self) -> RankMismatchError:
-        """Return the error that every rank raises."""
-        what, advice = self._sentences()
-        return RankMismatchError(
-            what,
-            advice=advice,
-            function=self.function,
-            leaf=self.leaves[0] if self.leaves else "",
-            ranks=self.ranks,
-        )
+    leaves: Sequence[str]
 
     def warning(self) -> str:
-        """Return the text of the warning on rank 0."""
-        return " ".join(self._sentences())
-
-    def _sentences(self) -> tuple[str, str]:
-        """Return what was found, and what to do about it."""
+        """Return the text of the warning: what was found, what to do, and how to turn it off."""
         assumption = ASSUMPTIONS[self.assumption]
         leaves = ", ".join(self.leaves[:MAX_LEAVES])
         if len(self.leaves) > MAX_LEAVES:
             leaves += f" and {len(self.leaves) - MAX_LEAVES} more"
-        found = assumption.found.format(
-            leaves=leaves,
-            ranks=ranks_have(self.ranks) if self.ranks else "some rank has",
-            detail=self.detail,
+        return (
+            f"{self.function}: {assumption.found.format(leaves=leaves)} {assumption.advice} "
+            f'If it is meant, allow="{self.assumption}" turns this check off.'
         )
-        silence = f'If it is meant, allow="{self.assumption}" turns this check off.'
-        return f"{self.function}: {found}", f"{assumption.advice} {silence}"
 
 
 def checked_names(function: str, allow: str | Iterable[str]) -> frozenset[str]:
@@ -148,7 +76,7 @@ def checked_names(function: str, allow: str | Iterable[str]) -> frozenset[str]:
     names = frozenset((allow,) if isinstance(allow, str) else allow)
     if unknown := sorted(names - ASSUMPTIONS.keys()):
         raise ValueError(
-            f"{function}: allow has {unknown[0]!r}, which is none of {', '.join(ASSUMPTIONS)}."
+            f"{function}: allow has {unknown[0]!r}. It takes {', '.join(map(repr, ASSUMPTIONS))}."
         )
     return names
 

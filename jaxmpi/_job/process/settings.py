@@ -158,8 +158,8 @@ SETTINGS: Mapping[str, Setting] = {
         _one_of("0", "1"),
         _ON,
         "",
-        "0: check no assumption about the ranks, such as equal parameters before the first step; "
-        "1: compare all values that must be equal on all ranks, at every step, as well",
+        "0: do not look for a forgotten mean, as is done by default; 1: also compare the values "
+        "that must be equal on all ranks, at every step",
         same=True,
     ),
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
