@@ -53,7 +53,7 @@ def jit(
       graph: as in newer versions of `nnx.jit`. Modules may share variables either way.
       graph_updates: as in newer versions of `nnx.jit`. A function that adds variables or removes
         some is refused either way.
-      allow: names of assumptions about the ranks that are not checked, as in `jaxmpi.jit`.
+      allow: names of checks to turn off, as in `jaxmpi.jit`.
       **jit_kwargs: those of `jax.jit`; `donate_argnums=(0, 1)` spares a copy of a model and an
         optimizer.
 

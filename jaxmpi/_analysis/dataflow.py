@@ -341,7 +341,8 @@ class _Forward(Generic[Fact]):
         if visit is not None:
             run(carry, visit)
         _restore(references, at_condition)
-        decide(carry, None)  # it may write, too, and is what runs last
+        if any(references[:n_cond]):
+            decide(carry, None)  # the condition may write, too, and is what runs last
         return carry
 
     def _fixed_point(

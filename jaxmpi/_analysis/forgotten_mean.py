@@ -116,8 +116,7 @@ def pairs(
 ) -> list[Pair]:
     """Return the pairs of an input and an output with the same path, shape and dtype.
 
-    Per-rank leaves are left out. The arguments are those of
-    `DivergenceCheck.find`.
+    Per-rank leaves are left out. The arguments are those of `DivergenceCheck.find`.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
     inputs = _inputs_by_key(ins, captured)

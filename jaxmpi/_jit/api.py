@@ -59,8 +59,8 @@ def jit(
       replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a
         result that is no tuple. The ranks compare the computation from the last reduction to these
         outputs, such as a learning rate.
-      allow: names of assumptions about the ranks that this function may break, such as
-        "forgotten_mean"; the text of a finding tells its name.
+      allow: names of checks to turn off for this function, such as "forgotten_mean"; the text of a
+        finding tells its name.
       **jit_kwargs: keyword arguments of `jax.jit`.
 
     Returns:

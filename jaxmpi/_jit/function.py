@@ -75,7 +75,7 @@ class Function:
       calls: the eager calls of a function of jaxmpi; None for a function of the user.
       api: the function of jaxmpi that the user has called, for errors.
       feeds_rows: whether each rank should pass different rows, as in a pmap.
-      allowed: the assumptions that are not checked, by their names in `findings`.
+      allowed: names of the assumptions in `findings` that are not checked.
     """
 
     fun: Callable[..., PyTree]

@@ -82,7 +82,7 @@ def pmap(
       donate_argnums: positions of arguments whose memory the results may take.
       replicated_argnums: positions of arguments that are equal on all ranks, as in `jaxmpi.jit`, on
         which branches with collectives may depend.
-      allow: names of assumptions about the ranks that are not checked, as in `jaxmpi.jit`.
+      allow: names of checks to turn off, as in `jaxmpi.jit`.
 
     Returns:
       The mapped function, with `lower`. On the xla backend its results are this rank's arrays.

@@ -13,6 +13,8 @@ from flax import linen
 from jax import lax
 
 import jaxmpi
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.wire import through_all
 from jaxmpi._job.launch.pool import Pool, Task, pool
 from jaxmpi.testing import IDLE_RANKS_SECONDS
 
@@ -600,3 +602,17 @@ def test_functions_of_update_do_not_go_together_with_an_axis():
         pytest.raises(ValueError, match="value_fn does not go together with axis 'member'"),
     ):
         jaxmpi.jit(update)(np.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "reduce_scatter"])
+def test_a_collective_that_goes_through_all_ranks_is_the_same_message_of_its_program(kind):
+    sent = []
+
+    def run(call, xs):
+        sent.append(call)
+        return [jnp.zeros((4, *x.shape[call.kind == "alltoall" :])) for x in xs]
+
+    call = Collective(kind, "sum", fingerprint=7, groups=((0, 3), (1, 2)), place=5)
+    through_all(run, call, [jnp.ones((2, 3))], np.int32(1))
+    (message,) = sent
+    assert (message.fingerprint, message.place, message.groups) == (7, 5, ())

@@ -131,6 +131,30 @@ def test_a_forgotten_mean_is_named_once_on_xla(name):
     check_forgotten(name)
 
 
+def check_allowed():
+    tx = optax.sgd(0.1)
+
+    def step(params, state, x):
+        return plain(tx, params, state, x)
+
+    args = start(), tx.init(start()), batch()
+    assert len(noted(lambda: jaxmpi.jit(step)(*args))) == 1
+    assert not noted(lambda: jaxmpi.jit(step, allow="forgotten_mean")(*args))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXMPI_CHECK", "0")
+        assert not noted(lambda: jaxmpi.jit(step)(*args))
+
+
+@run_ranks(2)
+def test_a_forgotten_mean_that_is_allowed_is_not_named_on_mpi():
+    check_allowed()
+
+
+@run_ranks(2, backend="xla")
+def test_a_forgotten_mean_that_is_allowed_is_not_named_on_xla():
+    check_allowed()
+
+
 class Net(linen.Module):
     @linen.compact
     def __call__(self, x):

@@ -100,6 +100,7 @@ class Turn:
                     self._ran_beside.append(thread)
 
     def _error(self, how: str) -> RuntimeError:
+        """Return the error of the calling thread; `how` says why, with {} for the last thread."""
         return RuntimeError(
             "jaxmpi: a collective was called in thread "
             f"{threading.current_thread().name!r}, {how.format(repr(_name(self.thread)))}: the "

@@ -19,14 +19,14 @@ PAGE = Path(__file__).parents[3] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
 SECONDS = [name for name in settings.SETTINGS if name.endswith("SECONDS")]
 COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART", "JAXMPI_CACHE_BYTES"]
-SWITCHES = ["JAXMPI_CHECK", "JAXMPI_EXPLAIN", "JAXMPI_TTY"]
+SWITCHES = ["JAXMPI_EXPLAIN", "JAXMPI_TTY"]
 WORDS = ["JAXMPI_BACKEND", "JAXMPI_TRANSPORT", "JAXMPI_COMPILE"]
 NO_SECONDS = ("soon", "-1", "nan", "inf", "-inf", "1e10", "1e999", "0x10", "1,5", " ")
 NO_COUNTS = ("two", "-1", "nan", "inf", "1.5", "1e3", "9" * 30)
 REFUSED = [
     *product(SECONDS, NO_SECONDS),
     *product(COUNTS, NO_COUNTS),
-    *product(SWITCHES, ("2", "-1", "yes", "nan")),
+    *product([*SWITCHES, "JAXMPI_CHECK"], ("2", "-1", "yes", "nan")),
     *product(WORDS, ("nccl", "MPI", "1", "mpi ")),
     ("JAXMPI_NODE_RANKS", "0"),
     ("JAXMPI_TUNE", "1"),
@@ -90,6 +90,9 @@ def test_what_is_refused_is_named(monkeypatch, name, text):
         *[(name, "1", True) for name in SWITCHES],
         *[(name, "0", False) for name in SWITCHES],
         *[(name, "", False) for name in SWITCHES],
+        ("JAXMPI_CHECK", "0", "0"),
+        ("JAXMPI_CHECK", "1", "1"),
+        ("JAXMPI_CHECK", "", None),
     ],
 )
 def test_what_is_allowed(monkeypatch, name, text, value):
