@@ -3,11 +3,14 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <sstream>
+#include <thread>
 
 #include "backoff.h"
 #include "clique.h"
@@ -20,8 +23,9 @@ namespace {
 using Number = uintptr_t;  // a handle of this library
 
 constexpr Number kWorld = 1, kTypes_ = 0x100, kOps_ = 0x200;
-constexpr int kFailed = 1;                  // any code but MPI_SUCCESS
-constexpr size_t kErrorBytes = 500;         // of XLA's buffer for an error
+constexpr int kFailed = 1;                               // any code but MPI_SUCCESS
+constexpr auto kLauncherTime = std::chrono::seconds(5);  // for the launcher to end the job
+constexpr size_t kErrorBytes = 500;                      // of XLA's buffer for an error
 constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
 
 constexpr Number number(Type type) { return kTypes_ + static_cast<Number>(type); }
@@ -41,6 +45,7 @@ const char* name_of(const Named<Enum> (&table)[count], Enum value) {
 Job* job = nullptr;
 std::once_flag began;
 pid_t process = 0;                 // that has called MPI_Init
+std::atomic<bool> lost = false;    // whether another rank has ended in a collective
 thread_local std::string failure;  // the last one of this thread
 
 void say(const std::string& text) {
@@ -133,8 +138,9 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
     throw std::runtime_error("rank " + std::to_string(running().rank()) + " is in " + describe() +
                              ", and another of them in another collective. All ranks must run the "
                              "same programs in the same order");
-  } catch (const RankLost& lost) {
-    throw std::runtime_error(std::string(lost.what()) + ", while this rank was in " + describe());
+  } catch (const RankLost& error) {
+    lost = true;
+    throw std::runtime_error(std::string(error.what()) + ", while this rank was in " + describe());
   }
 }
 
@@ -247,6 +253,8 @@ del _jaxmpi
 )";
 
 void end_job(int code) {
+  // The launcher names the rank that has ended first, unless this one is faster.
+  if (lost) std::this_thread::sleep_for(kLauncherTime);
   say("ends the job, with code " + std::to_string(code) + ".");
   job->abort(code);
 }
