@@ -30,7 +30,7 @@ from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups
 from jaxmpi._backends.interface import Arrays, Limits, Lowering, Processes, nesting_error
 from jaxmpi._backends.mpi_library import Communicator
-from jaxmpi._job.process import settings
+from jaxmpi._job.process import jax_collectives, settings
 
 __all__ = ["Xla", "join_jax_processes"]
 
@@ -266,6 +266,7 @@ def join_jax_processes(
             "jaxmpi.init() before any code that makes an array or asks for devices, imports that "
             "do so included."
         )
+    _choose_collectives()
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     host = (LOOPBACK if one_host else _host()) if rank == 0 else ""
@@ -281,15 +282,39 @@ def join_jax_processes(
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            coordinator_bind_address=os.environ.get(
-                "JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"
-            ),
+            coordinator_bind_address=_asked_address() or f"{bind}:{port}",
         )
     except RuntimeError as error:
         raise RuntimeError(
             f"init: JAX's processes could not join each other at {address}: {error} Set "
             "JAXMPI_HOST on rank 0 to an address that all hosts reach."
         ) from error
+
+
+def _asked_address() -> str | None:
+    """Return the user's address for the coordinator to listen at; None if there is none."""
+    address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    return None if address == settings.get("JAXMPI_COORDINATOR") else address
+
+
+def _choose_collectives() -> None:
+    """Have JAX use what JAXMPI_XLA names for its collectives on CPUs.
+
+    `jaxmpi run` asks JAX for MPI in all programs, as it cannot know which call `init`.
+
+    Raises:
+      RuntimeError: it names MPI, and jaxlib has been loaded without the library for that.
+    """
+    wanted = settings.get("JAXMPI_XLA")
+    ours = os.environ.get(jax_collectives.LIBRARY_VARIABLE) == str(jax_collectives.find_library())
+    if wanted == "mpi" and not ours:
+        reason = jax_collectives.why_not() or "Python was started without its variables."
+        raise RuntimeError(
+            f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
+            "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
+        )
+    if ours:
+        jax.config.update("jax_cpu_collectives_implementation", wanted)
 
 
 def _pass_proxies(host: str) -> None:

@@ -68,6 +68,8 @@ def _coordinator(
     added = {ORTE_URI: f"{(port - FIRST_PORT) * JOB_UNIT}.0;tcp://{host}:{port}"}
     if here:  # JAX would listen at all addresses
         added[COORDINATOR_BIND] = f"{LOOPBACK}:{port}"
+        # for `jaxmpi.init`: it has a coordinator of its own, and only the user's address counts
+        added["JAXMPI_COORDINATOR"] = added[COORDINATOR_BIND]
     return added
 
 

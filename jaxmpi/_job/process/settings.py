@@ -87,6 +87,14 @@ SETTINGS: Mapping[str, Setting] = {
         "what carries the messages of backend mpi",
         same=True,
     ),
+    "JAXMPI_XLA": Setting(
+        _one_of("gloo", "mpi"),
+        "one of gloo, mpi",
+        "gloo",
+        "what carries XLA's own collectives on CPUs, in a program that calls `jaxmpi.init`; mpi: "
+        "the native transport, under `jaxmpi run`",
+        same=True,
+    ),
     "JAXMPI_HOST": Setting(
         str,
         "a name or an address",
@@ -165,6 +173,18 @@ SETTINGS: Mapping[str, Setting] = {
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
     "JAXMPI_MPIEXEC": Setting(str, "a program", "", "the MPI launcher that `jaxmpi run` uses"),
     "JAXMPI_RUN_DIR": Setting(str, "a folder", "", "set by `jaxmpi run`: where its ranks register"),
+    "JAXMPI_LIBMPI": Setting(
+        str,
+        "a path",
+        "",
+        "set by `jaxmpi run`: the MPI library that plain JAX programs load",
+    ),
+    "JAXMPI_COORDINATOR": Setting(
+        str,
+        "an address and a port",
+        "",
+        "set by `jaxmpi run`: where the coordinator of plain JAX programs listens",
+    ),
     "JAXMPI_RESTART": Setting(
         _number(int, 0, MOST),
         _COUNT.format(0),
