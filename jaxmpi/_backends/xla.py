@@ -1,4 +1,4 @@
-"""XLA's own collectives between processes: NCCL on CUDA, gloo on CPUs; MPI carries objects.
+"""XLA's own collectives between processes: NCCL on CUDA, gloo or MPI on CPUs; MPI carries objects.
 
 Each rank's arrays go in and come out as global arrays with the sharding `P()` of a mesh of one
 device a rank. XLA takes these for replicated, but each process holds its own values, and nothing
@@ -300,7 +300,7 @@ def _asked_address() -> str | None:
 def _choose_collectives() -> None:
     """Have JAX use what JAXMPI_XLA names for its collectives on CPUs.
 
-    `jaxmpi run` asks JAX for MPI in all programs, as it cannot know which call `init`.
+    `jaxmpi run` asks JAX for MPI in all programs; "auto" leaves it at what JAX was asked for.
 
     Raises:
       RuntimeError: it names MPI, and jaxlib has been loaded without the library for that.
@@ -313,7 +313,7 @@ def _choose_collectives() -> None:
             f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
             "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
         )
-    if ours:
+    if ours and wanted != "auto":
         jax.config.update("jax_cpu_collectives_implementation", wanted)
 
 

@@ -41,9 +41,7 @@ def case(ranks, name=None):
 
 def mesh_of(devices, *shape):
     names = ("a", "b", "c")[: len(shape)]
-    return Mesh(
-        np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape)
-    )
+    return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def put(mesh, spec, x):
@@ -58,7 +56,10 @@ def values(shape, dtype="float32", seed=0):
     return (x % 2 == 0) if dtype == "bool" else x.astype(jnp.dtype(dtype))
 
 
-def mapped(f, mesh, spec=P("a"), out=None, **options):
+BY_ROWS = P("a")
+
+
+def mapped(f, mesh, spec=BY_ROWS, out=None, **options):
     return jax.jit(
         jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out or spec, check_vma=False),
         **options,
@@ -172,7 +173,9 @@ def columns_before_rows(devices):
 @case((4,))
 def reversed_devices(devices):
     mesh = mesh_of(devices[::-1], 4)
-    f = mapped(lambda x: lax.psum_scatter(shifted(x, 1), "a", scatter_dimension=1, tiled=True), mesh)
+    f = mapped(
+        lambda x: lax.psum_scatter(shifted(x, 1), "a", scatter_dimension=1, tiled=True), mesh
+    )
     return f(put(mesh, P("a"), values((4, 8), seed=2)))
 
 
@@ -200,9 +203,7 @@ def groups_by_index(devices):
     mesh = mesh_of(devices, 4)
     groups = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [2, 1]]
     x = put(mesh, P("a"), values((4, 8), seed=4))
-    return [
-        mapped(lambda x, g=g: lax.psum(x, "a", axis_index_groups=g), mesh)(x) for g in groups
-    ]
+    return [mapped(lambda x, g=g: lax.psum(x, "a", axis_index_groups=g), mesh)(x) for g in groups]
 
 
 @case((4,))

@@ -88,11 +88,11 @@ SETTINGS: Mapping[str, Setting] = {
         same=True,
     ),
     "JAXMPI_XLA": Setting(
-        _one_of("gloo", "mpi"),
-        "one of gloo, mpi",
-        "gloo",
+        _one_of("auto", "gloo", "mpi"),
+        "one of auto, gloo, mpi",
+        "auto",
         "what carries XLA's own collectives on CPUs, in a program that calls `jaxmpi.init`; mpi: "
-        "the native transport, under `jaxmpi run`",
+        "the native transport; auto: mpi under `jaxmpi run`, gloo elsewhere",
         same=True,
     ),
     "JAXMPI_HOST": Setting(
