@@ -38,7 +38,7 @@ def started(ranks, script, *arguments, **environ):
 
 
 @cache
-def found(ranks, folder):
+def found(ranks, node_ranks, folder):
     """Return what each rank has found wrong in each case."""
     path = f"{folder}/results{ranks}.npz"
     subprocess.run(
@@ -49,6 +49,7 @@ def found(ranks, folder):
     )
     done = started(
         *(ranks, "sharded_cases.py", str(ranks), "compare", path),
+        JAXMPI_NODE_RANKS=node_ranks,
         JAXMPI_STALL_SECONDS="60",
         JAXMPI_STALL_END_SECONDS="120",
     )
@@ -63,22 +64,39 @@ def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("plain_jax"))
 
 
+# (ranks, ranks of a node); "" for all on one node
+JOBS = [(2, ""), (3, ""), (4, ""), (4, "2"), (3, "1")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "name"),
+    ("ranks", "node_ranks", "name"),
     [
-        (n, name)
-        for n in (2, 3, 4)
-        for name, (ranks, _) in sharded_cases.CASES.items()
-        if n in ranks
+        (ranks, node_ranks, name)
+        for ranks, node_ranks in JOBS
+        for name, (numbers, _) in sharded_cases.CASES.items()
+        if ranks in numbers
     ],
 )
-def test_ranks_give_what_virtual_devices_give(ranks, name, folder):
-    for wrong in found(ranks, folder):
+def test_ranks_give_what_virtual_devices_give(ranks, node_ranks, name, folder):
+    for wrong in found(ranks, node_ranks, folder):
         if REFUSED.fullmatch(name):
             assert "Unsupported primitive type for reduction: f16" in wrong[name]
         else:
             assert wrong[name] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_scatters_of_ranks_that_come_late_are_right(ranks):
+    done = started(ranks, "program_of_scatters.py", 60)
+    assert done.stdout.count("wrong: 0") == ranks, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_threads_have_meshes_of_their_own():
+    done = started(4, "program_of_threads.py", 300, NPROC="8", JAXMPI_STALL_END_SECONDS="100")
+    assert done.stdout.count("wrong: []") == 4, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
