@@ -282,19 +282,15 @@ def join_jax_processes(
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            coordinator_bind_address=_asked_address() or f"{bind}:{port}",
+            coordinator_bind_address=os.environ.get(
+                "JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"
+            ),
         )
     except RuntimeError as error:
         raise RuntimeError(
             f"init: JAX's processes could not join each other at {address}: {error} Set "
             "JAXMPI_HOST on rank 0 to an address that all hosts reach."
         ) from error
-
-
-def _asked_address() -> str | None:
-    """Return the user's address for the coordinator to listen at; None if there is none."""
-    address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    return None if address == settings.get("JAXMPI_COORDINATOR") else address
 
 
 def _choose_collectives() -> None:

@@ -19,7 +19,6 @@ LOOPBACK = "127.0.0.1"
 # JAX reads the coordinator's address from the variable by which Open MPI 4 tells its ranks where
 # mpirun is. Its port is FIRST_PORT plus the number of the job, in units of JOB_UNIT.
 ORTE_URI = "OMPI_MCA_orte_hnp_uri"
-COORDINATOR_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 JOB_UNIT, PORTS = 2**12, 2**12
 FIRST_PORT = 65536 - PORTS
 
@@ -65,12 +64,7 @@ def _coordinator(
     if not host:
         return {}
     port = _free_port()
-    added = {ORTE_URI: f"{(port - FIRST_PORT) * JOB_UNIT}.0;tcp://{host}:{port}"}
-    if here:  # JAX would listen at all addresses
-        added[COORDINATOR_BIND] = f"{LOOPBACK}:{port}"
-        # for `jaxmpi.init`: it has a coordinator of its own, and only the user's address counts
-        added["JAXMPI_COORDINATOR"] = added[COORDINATOR_BIND]
-    return added
+    return {ORTE_URI: f"{(port - FIRST_PORT) * JOB_UNIT}.0;tcp://{host}:{port}"}
 
 
 def _free_port() -> int:

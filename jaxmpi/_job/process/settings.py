@@ -179,12 +179,6 @@ SETTINGS: Mapping[str, Setting] = {
         "",
         "set by `jaxmpi run`: the MPI library that plain JAX programs load",
     ),
-    "JAXMPI_COORDINATOR": Setting(
-        str,
-        "an address and a port",
-        "",
-        "set by `jaxmpi run`: where the coordinator of plain JAX programs listens",
-    ),
     "JAXMPI_RESTART": Setting(
         _number(int, 0, MOST),
         _COUNT.format(0),
