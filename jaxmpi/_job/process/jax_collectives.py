@@ -38,7 +38,10 @@ _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
 
 def find_library() -> Path | None:
     """Return the path of the library, beside the extension; None if it is not built."""
-    spec = find_spec("jaxmpi._native")
+    try:
+        spec = find_spec("jaxmpi._native")
+    except ModuleNotFoundError:
+        return None
     if spec is None or not spec.origin:
         return None
     path = Path(spec.origin).with_name(LIBRARY)
