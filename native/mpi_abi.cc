@@ -22,16 +22,16 @@ namespace {
 
 using Number = uintptr_t;  // a handle of this library
 
-constexpr Number kWorld = 1, kTypes_ = 0x100, kOps_ = 0x200;
+constexpr Number kWorld = 1, kFirstType = 0x100, kFirstOp = 0x200;
 constexpr int kFailed = 1;                               // any code but MPI_SUCCESS
 constexpr auto kLauncherTime = std::chrono::seconds(5);  // for the launcher to end the job
 constexpr size_t kErrorBytes = 500;                      // of XLA's buffer for an error
 constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
 
-constexpr Number number(Type type) { return kTypes_ + static_cast<Number>(type); }
-constexpr Number number(Op op) { return kOps_ + static_cast<Number>(op); }
-Type type_of(Number number) { return static_cast<Type>(number - kTypes_); }
-Op op_of(Number number) { return static_cast<Op>(number - kOps_); }
+constexpr Number number(Type type) { return kFirstType + static_cast<Number>(type); }
+constexpr Number number(Op op) { return kFirstOp + static_cast<Number>(op); }
+Type type_of(Number number) { return static_cast<Type>(number - kFirstType); }
+Op op_of(Number number) { return static_cast<Op>(number - kFirstOp); }
 
 template <class Enum, size_t count>
 const char* name_of(const Named<Enum> (&table)[count], Enum value) {
