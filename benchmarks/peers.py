@@ -22,6 +22,7 @@ COMM = MPI.COMM_WORLD.Dup()
 
 def start_jax(host="localhost"):
     """Start JAX's own processes for gloo, at an address of rank 0, before a backend exists."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # `jaxmpi run` asks for MPI
     if host != "localhost":
         _jaxcompat.gloo_listens_at(_towards(host))
     port = 0

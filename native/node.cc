@@ -107,6 +107,15 @@ bool Node::have(Counter counter, uint64_t value) const {
   return true;
 }
 
+std::vector<int> Node::behind() const {
+  const uint64_t mine = state(layout_.rank).laid_out.load(std::memory_order_acquire);
+  std::vector<int> ranks;
+  for (int rank = 0; rank < layout_.size; ++rank) {
+    if (state(rank).laid_out.load(std::memory_order_acquire) < mine) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 void Node::look_for_lost(uint64_t end) const {
   for (int rank = 0; rank < layout_.size; ++rank) {
     if (rank == layout_.rank) continue;

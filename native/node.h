@@ -107,6 +107,10 @@ class Node {
   // Return the number of a chunk of this message, counted over all messages.
   int64_t sequence(int64_t chunk) const { return static_cast<int64_t>(chunks_) + chunk; }
 
+  // Return the ranks of the node that have laid out fewer chunks than this one: it waits for them.
+  // Any thread may call it.
+  std::vector<int> behind() const;
+
   // When all ranks had laid out the first chunk of the last message, in ns of the steady clock.
   int64_t all_entered_ns() const { return all_entered_ns_; }
 

@@ -44,6 +44,13 @@ void Transport::connect(std::unique_ptr<Network> network, const Tuning& tuning) 
       std::make_unique<Channels>(std::move(network), tuning, stripes_.front().node->layout().slots);
 }
 
+std::vector<int> Transport::behind() const {
+  std::vector<int> ranks;
+  for (int local : stripes_.front().node->behind())
+    ranks.push_back(topology_.order[topology_.firsts[topology_.node] + local]);
+  return ranks;
+}
+
 FingerprintRange Transport::compare(int64_t fingerprint) {
   const Operation nothing = {Kind::Allreduce, Op::Sum, 1, -1, -1};
   Node& node = *stripes_.front().node;

@@ -40,6 +40,9 @@ class Transport {
   int size() const { return topology_.size; }
   int rank() const { return topology_.rank; }
 
+  // Return the ranks on this node for which this one waits. Any thread may call it.
+  std::vector<int> behind() const;
+
   // When all ranks had entered the last message, in nanoseconds of the steady clock.
   int64_t all_entered_ns() const { return stripes_.front().node->all_entered_ns(); }
 

@@ -25,7 +25,7 @@ tuning             chunk sizes within a node and between nodes, thresholds betwe
 
 Other transports:
 mpi4jax            mpi4jax
-xla                NCCL or gloo, on JAX's own processes, which the ranks join
+xla                NCCL, gloo or the native transport, on JAX's own processes, which the ranks join
 
 Collectives in programs:
 primitive          one JAX primitive for all collectives of backend "mpi"

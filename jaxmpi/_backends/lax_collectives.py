@@ -103,11 +103,19 @@ def _alltoall(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
     return lax.all_to_all(varying, axis, 0, 0, axis_index_groups=call.groups or None)
 
 
+def _allgather(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
+    groups = call.groups or None
+    if x.dtype != jnp.float16:
+        return lax.all_gather(x, axis, axis_index_groups=groups)
+    # XLA's collectives over MPI do not know the type; it is only moved
+    bits = lax.bitcast_convert_type(x, jnp.uint16)
+    gathered = lax.all_gather(bits, axis, axis_index_groups=groups)
+    return lax.bitcast_convert_type(gathered, jnp.float16)
+
+
 _ONE: dict[str, Callable[[Collective, jax.Array, Axis], jax.Array]] = {
     "bcast": lambda call, x, axis: bcast_p.bind(x, root=call.root, axis_name=axis),
-    "allgather": lambda call, x, axis: lax.all_gather(
-        x, axis, axis_index_groups=call.groups or None
-    ),
+    "allgather": _allgather,
     "reduce_scatter": _reduce_scatter,
     "alltoall": _alltoall,
     "permute": _permute,

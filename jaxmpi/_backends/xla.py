@@ -1,4 +1,4 @@
-"""XLA's own collectives between processes: NCCL on CUDA, gloo on CPUs; MPI carries objects.
+"""XLA's own collectives between processes: NCCL on CUDA, gloo or MPI on CPUs; MPI carries objects.
 
 Each rank's arrays go in and come out as global arrays with the sharding `P()` of a mesh of one
 device a rank. XLA takes these for replicated, but each process holds its own values, and nothing
@@ -30,7 +30,7 @@ from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups
 from jaxmpi._backends.interface import Arrays, Limits, Lowering, Processes, nesting_error
 from jaxmpi._backends.mpi_library import Communicator
-from jaxmpi._job.process import settings
+from jaxmpi._job.process import jax_collectives, settings
 
 __all__ = ["Xla", "join_jax_processes"]
 
@@ -278,6 +278,7 @@ def join_jax_processes(
             "jaxmpi.init() before any code that makes an array or asks for devices, imports that "
             "do so included."
         )
+    _choose_collectives()
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     host = (LOOPBACK if one_host else _host()) if rank == 0 else ""
@@ -302,6 +303,26 @@ def join_jax_processes(
             f"init: JAX's processes could not join each other at {address}: {error} Set "
             "JAXMPI_HOST on rank 0 to an address that all hosts reach."
         ) from error
+
+
+def _choose_collectives() -> None:
+    """Have JAX use what JAXMPI_XLA names for its collectives on CPUs.
+
+    `jaxmpi run` asks JAX for MPI in all programs; "auto" leaves it at what JAX was asked for.
+
+    Raises:
+      RuntimeError: it names MPI, and jaxlib has been loaded without the library for that.
+    """
+    wanted = settings.get("JAXMPI_XLA")
+    ours = os.environ.get(jax_collectives.LIBRARY_VARIABLE) == str(jax_collectives.find_library())
+    if wanted == "mpi" and not ours:
+        reason = jax_collectives.why_not() or "Python was started without its variables."
+        raise RuntimeError(
+            f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
+            "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
+        )
+    if ours and wanted != "auto":
+        jax.config.update("jax_cpu_collectives_implementation", wanted)
 
 
 def _pass_proxies(host: str) -> None:

@@ -221,8 +221,8 @@ def library() -> tuple[str, str, str]:
     )
 
 
-def check_library(mpiexec: Mpiexec) -> None:
-    """Check that the launcher can start ranks of the MPI that mpi4py loads.
+def check_library(mpiexec: Mpiexec) -> str:
+    """Check that the launcher can start ranks of the MPI that mpi4py loads; return its path.
 
     If it cannot, every rank is rank 0 of 1, and the job succeeds with wrong results.
 
@@ -237,3 +237,4 @@ def check_library(mpiexec: Mpiexec) -> None:
             advice=f"Give --mpiexec the path of {vendor}'s mpirun, or keep one MPI only in this "
             "environment.",
         )
+    return path

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from jaxmpi._job.launch import plain_jax
 from jaxmpi._job.launch.machine import prepare, survey
 from jaxmpi._job.launch.mpiexec import (
     LaunchError,
@@ -52,16 +53,16 @@ def run(arguments: Sequence[str]) -> int:
         request = parse(arguments)
         check_counts(request, os.environ)
         mpiexec = identify(find_launcher(request.mpiexec, os.environ))
-        check_library(mpiexec)
+        library = check_library(mpiexec)
     except LaunchError as error:
         say(str(error))
         return 2
     if request.scaling:
-        return _scale(request, mpiexec)
+        return _scale(request, mpiexec, library)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
         restarts, failures = Restarts(request, Path(folder)), 0
         while True:
-            outcome = _run_once(request, mpiexec, failures)
+            outcome = _run_once(request, mpiexec, library, failures)
             refused = bool(outcome.refused_count) and request.restarts > 0
             if not outcome.failed or (failures == request.restarts and not refused):
                 return outcome.code
@@ -82,13 +83,21 @@ def run(arguments: Sequence[str]) -> int:
                 return outcome.code
 
 
-def _run_once(request: Request, mpiexec: Mpiexec, attempt: int) -> Outcome:
-    """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before."""
+def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) -> Outcome:
+    """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before.
+
+    Args:
+      request: what the user asked for.
+      mpiexec: the launcher.
+      library: the path of the MPI library.
+      attempt: how often the job has failed before.
+    """
     decided = plan(request, mpiexec, survey(), os.environ)
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
     added = {
         **decided.environ,
+        **plain_jax.variables(mpiexec, library, request.mpi_options, os.environ),
         **_terminal(os.environ),
         "JAXMPI_RUN_DIR": run_dir,
         "JAXMPI_RESTART": str(attempt),
@@ -120,11 +129,11 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     return {"JAXMPI_TTY": "1", "COLUMNS": columns}
 
 
-def _scale(request: Request, mpiexec: Mpiexec) -> int:
+def _scale(request: Request, mpiexec: Mpiexec, library: str) -> int:
     """Run the program on each number of ranks, and compare its throughput."""
     points, cores = [], survey().cores
     for ranks in request.scaling:
-        outcome = _run_once(replace(request, ranks=ranks), mpiexec, 0)
+        outcome = _run_once(replace(request, ranks=ranks), mpiexec, library, 0)
         if outcome.code:
             return outcome.code
         if not outcome.rates:

@@ -10,6 +10,7 @@ communicating_thread  which thread communicates
 busy                  blocks in which a rank works alone for long, and is waited for
 live_record           what a rank shows of itself to `jaxmpi top`
 loaded_mpi            which MPI libraries this process has loaded
+jax_collectives       the library for JAX's own collectives, and the variables by which JAX loads it
 stderr                messages and the end of the process, though a stream is full, closed or gone
 files                 files in folders where other users may write
 compiled_files        compiled programs, for the other ranks of a host and for the next job

@@ -87,6 +87,14 @@ SETTINGS: Mapping[str, Setting] = {
         "what carries the messages of backend mpi",
         same=True,
     ),
+    "JAXMPI_XLA": Setting(
+        _one_of("auto", "gloo", "mpi"),
+        "one of auto, gloo, mpi",
+        "auto",
+        "what carries XLA's own collectives on CPUs, in a program that calls `jaxmpi.init`; mpi: "
+        "the native transport; auto: mpi under `jaxmpi run`, gloo elsewhere",
+        same=True,
+    ),
     "JAXMPI_HOST": Setting(
         str,
         "a name or an address",
@@ -165,6 +173,12 @@ SETTINGS: Mapping[str, Setting] = {
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
     "JAXMPI_MPIEXEC": Setting(str, "a program", "", "the MPI launcher that `jaxmpi run` uses"),
     "JAXMPI_RUN_DIR": Setting(str, "a folder", "", "set by `jaxmpi run`: where its ranks register"),
+    "JAXMPI_LIBMPI": Setting(
+        str,
+        "a path",
+        "",
+        "set by `jaxmpi run`: the MPI library that plain JAX programs load",
+    ),
     "JAXMPI_RESTART": Setting(
         _number(int, 0, MOST),
         _COUNT.format(0),

@@ -24,10 +24,10 @@ from jaxmpi import _devices, _jaxcompat
 from jaxmpi._job.launch import mpiexec
 from jaxmpi._job.launch.machine import Machine, prepare, survey
 from jaxmpi._job.launch.mpiexec import LaunchError
-from jaxmpi._job.process import compiled_files, processor, settings
+from jaxmpi._job.process import compiled_files, jax_collectives, processor, settings
 from jaxmpi._job.tools import probes
 
-__all__ = ["Finding", "compiled", "cores", "devices", "mpi", "run"]
+__all__ = ["Finding", "compiled", "cores", "devices", "mpi", "plain_jax", "run"]
 
 SHARED_BYTES = 1 << 23  # in /dev/shm for each rank: enough for the native transport and MPI
 REPORT_COLUMNS = 118
@@ -53,7 +53,12 @@ class Finding(NamedTuple):
 
 def _wrapped(first_indent: str, text: str) -> str:
     return textwrap.fill(
-        text, REPORT_COLUMNS, initial_indent=first_indent, subsequent_indent=" " * 10
+        text,
+        REPORT_COLUMNS,
+        initial_indent=first_indent,
+        subsequent_indent=" " * 10,
+        break_long_words=False,  # paths
+        break_on_hyphens=False,
     )
 
 
@@ -111,6 +116,7 @@ def _findings(ranks: int, machine: Machine) -> Iterator[Finding]:
     yield cores(ranks, machine)
     yield _shared_memory(ranks)
     yield compiled()
+    yield plain_jax()
     yield devices(ranks)
     needed = [*mpi()]
     yield from needed
@@ -243,6 +249,23 @@ def compiled() -> Finding:
         name,
         "ok",
         f"{count} in {folder}, {used_bytes / 1e6:.0f} MB of at most {limit_bytes / 1e6:.0f}",
+    )
+
+
+def plain_jax() -> Finding:
+    """Say by which variables JAX's own collectives use the native transport."""
+    name = "plain JAX programs"
+    if not jax_collectives.only_cpus(os.environ):
+        return Finding(name, "ok", "JAX uses GPUs here, and its own collectives on them")
+    if why := jax_collectives.why_not():
+        return Finding(name, "ok", why)
+    pairs = {
+        jax_collectives.IMPLEMENTATION: "mpi",
+        jax_collectives.LIBRARY_VARIABLE: jax_collectives.find_library(),
+    }
+    exports = " ".join(f"{variable}={value}" for variable, value in pairs.items())
+    return Finding(
+        name, "ok", f"`jaxmpi run` sets their variables; for mpirun and srun: export {exports}"
     )
 
 

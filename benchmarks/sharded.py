@@ -1,0 +1,94 @@
+"""Collectives of plain JAX, by shard_map, beside those of `jaxmpi.jit`.
+
+    jaxmpi run -n 2 benchmarks/sharded.py
+    JAXMPI_XLA=gloo jaxmpi run -n 2 benchmarks/sharded.py
+
+The contenders take turns in one job: `jaxmpi.jit`, and JAX's own collectives, which the native
+transport carries in the first job and gloo in the second. So the ratios to `jaxmpi.jit` can be
+compared between the two. Exits with 1 where a bound of the first job is missed.
+"""
+
+import jax
+import numpy as np
+from common import Report, parser
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import resnet50
+
+import jaxmpi
+
+LARGE_LIMIT = 1.5  # JAX / jaxmpi
+args = parser(__doc__).parse_args()
+world = jaxmpi.init("mpi", jax_processes=True)
+report = Report("sharded", args)
+carrier = jax.config.jax_cpu_collectives_implementation
+JAX = f"JAX over {carrier}"
+n = world.size
+RING = [(i, (i + 1) % n) for i in range(n)]
+COLLECTIVES = {
+    "pmean": lambda x, axis: lax.pmean(x, axis),
+    "all_gather": lambda x, axis: lax.all_gather(x, axis, axis=1, tiled=True),
+    "psum_scatter": lambda x, axis: lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True),
+    "all_to_all": lambda x, axis: lax.all_to_all(x, axis, 1, 1, tiled=True),
+    "ppermute": lambda x, axis: lax.ppermute(x, axis, RING),
+}
+SIZES = {"1 KB": 2**8, "100 KB": 25_600, "10 MB": 2_500_000, "100 MB": 25_000_000}
+
+mesh = jax.make_mesh((n,), ("d",))
+sharding = NamedSharding(mesh, P("d"))
+
+
+class Calls:
+    """Calls of a program; of a donated argument, each on what the last one returned."""
+
+    def __init__(self, program, x, donated=False):
+        self.program, self.x, self.donated = program, x, donated
+
+    def __call__(self):
+        y = self.program(self.x)
+        if self.donated:
+            self.x = y
+        return y
+
+
+def plain(f, arrays, donated=False):
+    """Return calls of a collective of plain JAX, by shard_map."""
+    program = jax.shard_map(
+        lambda tree: jax.tree.map(lambda x: f(x, "d"), tree),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+        check_vma=False,
+    )
+    tree = [jax.make_array_from_process_local_data(sharding, x) for x in arrays]
+    return Calls(jax.jit(program, donate_argnums=(0,) if donated else ()), tree, donated)
+
+
+def ours(f, arrays, donated=False):
+    """Return calls of the same collective of `jaxmpi.jit`."""
+    program = jaxmpi.jit(
+        lambda tree: jax.tree.map(lambda x: f(x, jaxmpi.AXIS), tree),
+        donate_argnums=(0,) if donated else (),
+    )
+    return Calls(program, [jax.numpy.array(x) for x in arrays], donated)
+
+
+def measure(case, f, arrays, donated=False, **bound):
+    contenders = {"jaxmpi.jit": ours(f, arrays, donated), JAX: plain(f, arrays, donated)}
+    times = report.measure(case, contenders)
+    bound = bound if carrier == "mpi" else {}
+    report.ratio(case, f"{JAX} / jaxmpi.jit", times[JAX], times["jaxmpi.jit"], **bound)
+
+
+tree = [np.full((1, int(np.prod(shape))), world.rank + 1, np.float32) for shape in resnet50()]
+for donated in (False, True):
+    case = "ResNet-50" + ", donated" * donated
+    measure(case, COLLECTIVES["pmean"], tree, donated, at_most=LARGE_LIMIT)
+for name, f in report.progress(COLLECTIVES.items()):
+    for size, items in SIZES.items():
+        if args.quick and items > 10**7:
+            continue
+        x = np.full((1, items), world.rank + 1, np.float32)
+        measure(f"{name} {size}", f, [x], at_most=1.0 if size == "1 KB" else LARGE_LIMIT)
+report.finish()

@@ -1,0 +1,474 @@
+#include "mpi_abi.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <sstream>
+#include <thread>
+
+#include "backoff.h"
+#include "clique.h"
+#include "mpi_groups.h"
+#include "mpi_waits.h"
+
+namespace jaxmpi::mpi {
+namespace {
+
+using Number = uintptr_t;  // a handle of this library
+
+constexpr Number kWorld = 1, kFirstType = 0x100, kFirstOp = 0x200;
+constexpr int kFailed = 1;                               // any code but MPI_SUCCESS
+constexpr auto kLauncherTime = std::chrono::seconds(5);  // for the launcher to end the job
+constexpr size_t kErrorBytes = 500;                      // of XLA's buffer for an error
+constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
+
+constexpr Number number(Type type) { return kFirstType + static_cast<Number>(type); }
+constexpr Number number(Op op) { return kFirstOp + static_cast<Number>(op); }
+Type type_of(Number number) { return static_cast<Type>(number - kFirstType); }
+Op op_of(Number number) { return static_cast<Op>(number - kFirstOp); }
+
+template <class Enum, size_t count>
+const char* name_of(const Named<Enum> (&table)[count], Enum value) {
+  for (const Named<Enum>& named : table) {
+    if (named.value == value) return named.name;
+  }
+  return "?";
+}
+
+// From MPI_Init on. Never destroyed: a program may still run when Python ends.
+Job* job = nullptr;
+std::once_flag began;
+pid_t process = 0;                 // that has called MPI_Init
+std::atomic<bool> lost = false;    // whether another rank has ended in a collective
+thread_local std::string failure;  // the last one of this thread
+
+void say(const std::string& text) {
+  const std::string rank = job ? "rank " + std::to_string(job->rank()) + " " : "";
+  const std::string line = "jaxmpi: " + rank + text + "\n";
+  std::fwrite(line.data(), 1, line.size(), stderr);
+  std::fflush(stderr);
+}
+
+// XLA ignores the codes of some functions. What fails there ends the job.
+[[noreturn]] void die(const std::string& text) {
+  say(text);
+  if (job) job->abort(kFailed);
+  std::_Exit(kFailed);
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::ostringstream text;
+  text << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < ranks.size(); ++i) text << (i ? ", " : "") << ranks[i];
+  return text.str();
+}
+
+Job& running() {
+  if (!job) throw std::runtime_error("MPI_Init has not been called");
+  if (getpid() != process)
+    throw std::runtime_error("a forked child of a rank cannot communicate: use spawn");
+  return *job;
+}
+
+Group& group_of(Number comm) {
+  running();
+  if (comm == kWorld) throw std::runtime_error("XLA communicates on MPI_COMM_WORLD");
+  return *reinterpret_cast<Group*>(comm);
+}
+
+// Return the result of a function of MPI: 0, or a failure whose words MPI_Error_string has.
+template <class Body>
+int reported(Body body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    failure = std::string("jaxmpi: ") + error.what();
+    return kFailed;
+  }
+}
+
+uint64_t mix(uint64_t seed, uint64_t value) {
+  seed ^= value + 0x9e3779b97f4a7c15 + (seed << 6) + (seed >> 2);
+  return seed * 0xff51afd7ed558ccd;
+}
+
+int64_t checked(int64_t count) {
+  if (count < 0)
+    throw std::runtime_error(
+        "an array has 2^31 elements or more, and MPI counts them in an int. Divide it");
+  return count;
+}
+
+// Carry out a collective. The ranks compare what each is about to do.
+void carry_out(Group& group, const char* name, const Operation& operation, const Array& array) {
+  const auto describe = [&group, name, operation, array] {
+    std::ostringstream text;
+    text << name << " of " << array.columns << " " << name_of(kTypes, array.type);
+    if (operation.kind == Kind::Allreduce || operation.kind == Kind::ReduceScatter)
+      text << " (" << name_of(kOps, operation.op) << ")";
+    text << ", " << array.bytes() << " bytes, with " << list(group.members);
+    return text.str();
+  };
+  const auto missing = [&group] {
+    std::vector<int> ranks;
+    for (int member : group.transport->behind()) ranks.push_back(group.members[member]);
+    return ranks.empty() ? std::string() : "it waits for " + list(ranks);
+  };
+  const int offset =
+      operation.dest < 0 ? 0 : (operation.dest - group.me + group.size()) % group.size();
+  uint64_t fingerprint =
+      mix(static_cast<uint64_t>(operation.kind), static_cast<uint64_t>(array.type));
+  fingerprint = mix(fingerprint, static_cast<uint64_t>(operation.op));
+  fingerprint = mix(fingerprint, static_cast<uint64_t>(array.columns));
+  fingerprint = mix(fingerprint, static_cast<uint64_t>(offset));
+  const Wait wait(describe, missing);
+  const std::lock_guard turn(group.turn);
+  std::vector<Array> arrays;
+  if (array.columns) arrays.push_back(array);
+  try {
+    group.transport->run(operation, static_cast<int64_t>(fingerprint), std::move(arrays));
+  } catch (const CollectiveMismatch&) {
+    throw std::runtime_error("rank " + std::to_string(running().rank()) + " is in " + describe() +
+                             ", and another of them in another collective. All ranks must run the "
+                             "same programs in the same order");
+  } catch (const RankLost& error) {
+    lost = true;
+    throw std::runtime_error(std::string(error.what()) + ", while this rank was in " + describe());
+  }
+}
+
+Array array_of(const void* in, void* out, int64_t count, Type type) {
+  return {type, static_cast<const char*>(in), static_cast<char*>(out), checked(count)};
+}
+
+// A group of one rank copies.
+bool alone(const Group& group, const Array& array) {
+  if (group.size() > 1) return false;
+  if (array.in != array.out) std::memcpy(array.out, array.in, static_cast<size_t>(array.bytes()));
+  return true;
+}
+
+// Return the ranks of the communicator that XLA is about to make; end the job where they are not
+// to be found.
+std::vector<int> members_of(int color, int key, const void* caller) {
+  const std::vector<int32_t> devices = find_clique(color, key, caller);
+  const std::string advice = " Set JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo.";
+  if (devices.empty())
+    die("does not find which devices communicate in this jaxlib, which jaxmpi does not know." +
+        advice);
+  std::vector<int> members;
+  for (int32_t device : devices) {
+    if (device % kDevicesOfProcess != 0 || device / kDevicesOfProcess >= job->size())
+      die("has more than one CPU device, and JAX's collectives over MPI take one a process. Leave "
+          "out jax_num_cpu_devices and --xla_force_host_platform_device_count: each rank is a "
+          "device.");
+    members.push_back(static_cast<int>(device / kDevicesOfProcess));
+  }
+  if (members[static_cast<size_t>(key)] != job->rank())
+    die("is process " + std::to_string(members[static_cast<size_t>(key)]) +
+        " for JAX, and the two must be the same number. Call jax.distributed.initialize with "
+        "process_id=rank, or without arguments.");
+  return members;
+}
+
+// A message from rank to rank.
+struct Message {
+  const Group* group;
+  bool sends;
+  int other;  // the rank of the job at the other end
+  int64_t bytes;
+  alignas(void*) char request[sizeof(void*)];
+};
+
+template <class Start>
+Number start(Number comm, bool sends, int other, int count, Start start) {
+  Group& group = group_of(comm);
+  auto message = std::make_unique<Message>(
+      Message{&group, sends, group.members.at(static_cast<size_t>(other)), checked(count), {}});
+  start(running().library(), group.messages, message->request);
+  return reinterpret_cast<Number>(message.release());
+}
+
+void finish(Number& request) {
+  if (!request) return;
+  const std::unique_ptr<Message> message(reinterpret_cast<Message*>(std::exchange(request, 0)));
+  const Library& library = running().library();
+  const Wait wait(
+      [&message] {
+        return std::string("a permute, ") + (message->sends ? "to " : "from ") + "rank " +
+               std::to_string(message->other) + ", of " + std::to_string(message->bytes) + " bytes";
+      },
+      [] { return std::string(); });
+  Backoff backoff(running().crowded(), Backoff::Awaited::kMessages);
+  for (;;) {
+    int done = 0;
+    alignas(int64_t) char status[kStatusBytes];
+    check(library, library.test(message->request, &done, status), "MPI_Test");
+    if (done) return;
+    backoff.pause();
+  }
+}
+
+// Programs that never import jaxmpi
+
+// Installed in Python where MPI was started here, as no monitor of jaxmpi watches the rank. JAX
+// waits at exit for all processes, of which some may wait for this one in a collective: so a rank
+// that raises, or leaves with a code, ends the job before.
+constexpr char kHooks[] = R"(
+def _jaxmpi(address):
+    import atexit, ctypes, sys
+    abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+    show, leave, codes = sys.excepthook, sys.exit, []
+    def end(code):
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:
+                pass
+        abort(code)
+    def excepthook(kind, value, trace):
+        show(kind, value, trace)
+        end(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    def exit(status=None):
+        codes.append((status, sys.exc_info()[1]))
+        leave(status)
+    def at_exit():
+        if not codes or codes[-1][0] in (None, 0):
+            return
+        status = codes[-1][0]
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+        end(status & 255 or 1 if isinstance(status, int) else 1)
+    sys.excepthook, sys.exit = excepthook, exit
+    atexit.register(at_exit)
+_jaxmpi(%ADDRESS%)
+del _jaxmpi
+)";
+
+void end_job(int code) {
+  // The launcher names the rank that has ended first, unless this one is faster.
+  if (lost) std::this_thread::sleep_for(kLauncherTime);
+  say("ends the job, with code " + std::to_string(code) + ".");
+  job->abort(code);
+}
+
+void install_hooks() {
+  const auto ensure = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));
+  const auto release = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "PyGILState_Release"));
+  const auto run =
+      reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
+  if (!ensure || !release || !run) return;
+  std::string code = kHooks;
+  const std::string place = "%ADDRESS%";
+  code.replace(code.find(place), place.size(),
+               std::to_string(reinterpret_cast<uintptr_t>(&end_job)));
+  const int state = ensure();
+  run(code.c_str());
+  release(state);
+}
+
+// At the end of the process, after Python's. A forked child has no part in it.
+void at_exit(int code, void*) {
+  if (!job || getpid() != process) return;
+  int over = 0;
+  if (job->library().finalized(&over) != 0 || over) return;
+  if (code != 0) job->abort(code);
+  job->library().finalize();
+}
+
+void begin() {
+  std::call_once(began, [] {
+    process = getpid();
+    try {
+      if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
+      job = new Job;
+    } catch (const std::exception& error) {
+      die(std::string("JAX's collectives over MPI cannot start: ") + error.what());
+    }
+    if (job->started_mpi()) {
+      on_exit(at_exit, nullptr);
+      install_hooks();
+    }
+    watch_waits(say, [] { job->abort(kFailed); });
+  });
+}
+
+}  // namespace
+
+void refuse(const char* function) {
+  die("JAX has called MPI_" + std::string(function) +
+      ", which jaxmpi's library for JAX's collectives does not have. Set "
+      "JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo.");
+}
+
+}  // namespace jaxmpi::mpi
+
+using namespace jaxmpi;
+using namespace jaxmpi::mpi;
+
+extern "C" {
+
+// MPItrampoline checks these before it asks for the rest.
+int mpiwrapper_version_major = 2, mpiwrapper_version_minor = 11, mpiwrapper_version_patch = 0;
+int mpiabi_version_major = 2, mpiabi_version_minor = 10, mpiabi_version_patch = 0;
+void mpiwrapper_export_fortran_constants_() {}
+
+Constant MPIABI_COMM_WORLD = {kWorld, 0};
+Constant MPIABI_THREAD_FUNNELED = {1, 0};
+Constant MPIABI_THREAD_SERIALIZED = {2, 0};
+Constant MPIABI_THREAD_MULTIPLE = {3, 0};
+Constant MPIABI_BYTE = {number(Type::U8), 0};
+Constant MPIABI_INT8_T = {number(Type::S8), 0};
+Constant MPIABI_INT16_T = {number(Type::S16), 0};
+Constant MPIABI_INT32_T = {number(Type::S32), 0};
+Constant MPIABI_INT64_T = {number(Type::S64), 0};
+Constant MPIABI_UINT8_T = {number(Type::U8), 0};
+Constant MPIABI_UINT16_T = {number(Type::U16), 0};
+Constant MPIABI_UINT32_T = {number(Type::U32), 0};
+Constant MPIABI_UINT64_T = {number(Type::U64), 0};
+Constant MPIABI_FLOAT = {number(Type::F32), 0};
+Constant MPIABI_DOUBLE = {number(Type::F64), 0};
+Constant MPIABI_C_COMPLEX = {number(Type::C64), 0};
+Constant MPIABI_C_FLOAT_COMPLEX = {number(Type::C64), 0};
+Constant MPIABI_C_DOUBLE_COMPLEX = {number(Type::C128), 0};
+Constant MPIABI_SUM = {number(Op::Sum), 0};
+Constant MPIABI_PROD = {number(Op::Prod), 0};
+Constant MPIABI_MIN = {number(Op::Min), 0};
+Constant MPIABI_MAX = {number(Op::Max), 0};
+
+int MPIABI_Init_thread(int*, char***, int, int* provided) {
+  begin();
+  *provided = kThreadMultiple;
+  return 0;
+}
+
+int MPIABI_Initialized(int* flag) {
+  *flag = job != nullptr;
+  return 0;
+}
+
+int MPIABI_Finalized(int* flag) {
+  *flag = 0;
+  return 0;
+}
+
+// XLA calls it while programs may still run; `at_exit`, or whoever has started MPI, ends it.
+int MPIABI_Finalize() { return 0; }
+
+// XLA asks before it makes a communicator, because it knows no MPI that any thread may call.
+int MPIABI_Is_thread_main(int* flag) {
+  *flag = 1;
+  return 0;
+}
+
+int MPIABI_Comm_rank(Number comm, int* rank) {
+  return reported([&] { *rank = comm == kWorld ? running().rank() : group_of(comm).me; });
+}
+
+int MPIABI_Comm_size(Number comm, int* size) {
+  return reported([&] { *size = comm == kWorld ? running().size() : group_of(comm).size(); });
+}
+
+int MPIABI_Comm_split(Number, int color, int key, Number* comm) {
+  try {
+    const std::vector<int> members = members_of(color, key, __builtin_return_address(0));
+    const Wait wait([&] { return "the making of a communicator of " + list(members); },
+                    [] { return std::string(); });
+    *comm = reinterpret_cast<Number>(&running().group(members));
+  } catch (const std::exception& error) {
+    die(std::string("cannot make a communicator: ") + error.what());
+  }
+  return 0;
+}
+
+// A group stays: XLA makes a communicator of the same ranks again for a new client.
+int MPIABI_Comm_free(Number*) { return 0; }
+
+int MPIABI_Allreduce(const void* in, void* out, int count, Number type, Number op, Number comm) {
+  return reported([&] {
+    Group& group = group_of(comm);
+    const Array array = array_of(in, out, count, type_of(type));
+    if (alone(group, array)) return;
+    carry_out(group, "an all-reduce", {Kind::Allreduce, op_of(op), 1, -1, -1}, array);
+  });
+}
+
+int MPIABI_Allgather(const void* in, int count, Number type, void* out, int, Number, Number comm) {
+  return reported([&] {
+    Group& group = group_of(comm);
+    const Array array = array_of(in, out, count, type_of(type));
+    if (alone(group, array)) return;
+    carry_out(group, "an all-gather", {Kind::Allgather, Op::Sum, 1, -1, -1}, array);
+  });
+}
+
+// XLA gives all ranks the same count.
+int MPIABI_Reduce_scatter(const void* in, void* out, const int* counts, Number type, Number op,
+                          Number comm) {
+  return reported([&] {
+    Group& group = group_of(comm);
+    const Array array = array_of(in, out, counts[0], type_of(type));
+    if (alone(group, array)) return;
+    carry_out(group, "a reduce-scatter", {Kind::ReduceScatter, op_of(op), 1, -1, -1}, array);
+  });
+}
+
+// A step of an all-to-all, in which all ranks send to one at the same distance.
+int MPIABI_Sendrecv(const void* in, int count, Number type, int dest, int, void* out, int, Number,
+                    int source, int, Number comm, void*) {
+  return reported([&] {
+    Group& group = group_of(comm);
+    const Array array = array_of(in, out, count, type_of(type));
+    if (alone(group, array)) return;
+    carry_out(group, "an all-to-all", {Kind::Permute, Op::Sum, 1, source, dest}, array);
+  });
+}
+
+// A permute, in which some ranks may neither send nor receive.
+int MPIABI_Isend(const void* from, int count, Number, int dest, int tag, Number comm,
+                 Number* request) {
+  return reported([&] {
+    *request = start(comm, true, dest, count, [&](const Library& mpi, Handle messages, void* to) {
+      check(mpi, mpi.isend(from, count, mpi.byte, dest, tag, messages, to), "MPI_Isend");
+    });
+  });
+}
+
+int MPIABI_Irecv(void* into, int count, Number, int source, int tag, Number comm, Number* request) {
+  return reported([&] {
+    *request =
+        start(comm, false, source, count, [&](const Library& mpi, Handle messages, void* to) {
+          check(mpi, mpi.irecv(into, count, mpi.byte, source, tag, messages, to), "MPI_Irecv");
+        });
+  });
+}
+
+int MPIABI_Wait(Number* request, void*) {
+  return reported([&] { finish(*request); });
+}
+
+int MPIABI_Waitall(int count, Number* requests, void*) {
+  return reported([&] {
+    for (int i = 0; i < count; ++i) finish(requests[i]);
+  });
+}
+
+int MPIABI_Abort(Number, int code) {
+  if (job) job->abort(code);
+  std::_Exit(code);
+}
+
+int MPIABI_Error_string(int, char* text, int* length) {
+  *length = std::snprintf(text, kErrorBytes, "%s", failure.c_str());
+  *length = std::min<int>(*length, kErrorBytes - 1);
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,83 @@
+#include "mpi_waits.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "clock.h"
+
+namespace jaxmpi::mpi {
+
+struct Wait::Entry {
+  std::function<std::string()> describe, missing;
+  int64_t since;
+  bool said = false;
+};
+
+namespace {
+
+constexpr double kSeconds = 1e9;  // nanoseconds
+constexpr double kStallSeconds = 60, kEndFactor = 10;
+
+// Never destroyed: the thread may run until the process has ended.
+std::mutex& mutex = *new std::mutex;
+
+double seconds_of(const char* name, double otherwise) {
+  const char* text = std::getenv(name);
+  return text && *text ? std::atof(text) : otherwise;
+}
+
+}  // namespace
+
+std::set<Wait::Entry*>& Wait::entries() {
+  static auto& all = *new std::set<Entry*>;
+  return all;
+}
+
+Wait::Wait(std::function<std::string()> describe, std::function<std::string()> missing) {
+  entry_ = new Entry{std::move(describe), std::move(missing), now()};
+  const std::lock_guard lock(mutex);
+  entries().insert(entry_);
+}
+
+Wait::~Wait() {
+  const std::lock_guard lock(mutex);
+  entries().erase(entry_);
+  delete entry_;
+}
+
+void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end) {
+  const double stall = seconds_of("JAXMPI_STALL_SECONDS", kStallSeconds);
+  if (stall <= 0) return;
+  const double last = seconds_of("JAXMPI_STALL_END_SECONDS", kEndFactor * stall);
+  std::thread([=] {
+    for (;;) {
+      usleep(200'000);
+      std::string text;
+      bool over = false;
+      {
+        const std::lock_guard lock(mutex);
+        for (Wait::Entry* entry : Wait::entries()) {
+          Wait::Entry& wait = *entry;
+          const double waited = (now() - wait.since) / kSeconds;
+          over = over || (last > 0 && waited > last);
+          if (waited < stall || (wait.said && !over)) continue;
+          wait.said = true;
+          char seconds[32];
+          std::snprintf(seconds, sizeof seconds, "%.0f", waited);
+          text = "has waited " + std::string(seconds) + " s in " + wait.describe();
+          if (const std::string missing = wait.missing(); !missing.empty()) text += "; " + missing;
+          text += over ? ". It ends the job." : ".";
+        }
+      }
+      if (!text.empty()) say(text);
+      if (over) end();
+    }
+  }).detach();
+}
+
+}  // namespace jaxmpi::mpi

@@ -1,0 +1,30 @@
+// What this rank waits for, and a thread that says so when it takes long.
+#pragma once
+
+#include <functional>
+#include <set>
+#include <string>
+
+namespace jaxmpi::mpi {
+
+// Begin to look at the waits, by JAXMPI_STALL_SECONDS and JAXMPI_STALL_END_SECONDS: `say` gets a
+// sentence about one that takes long, and `end` is called at last.
+void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end);
+
+// A wait, for as long as it exists. describe() returns a phrase such as "an all-reduce of 4096
+// bytes", and missing() who has not come, or ""; the watching thread calls both.
+class Wait {
+ public:
+  Wait(std::function<std::string()> describe, std::function<std::string()> missing);
+  ~Wait();
+  Wait(const Wait&) = delete;
+  Wait& operator=(const Wait&) = delete;
+
+ private:
+  friend void watch_waits(std::function<void(const std::string&)>, std::function<void()>);
+  struct Entry;
+  static std::set<Entry*>& entries();  // of all threads
+  Entry* entry_;
+};
+
+}  // namespace jaxmpi::mpi

@@ -1,0 +1,11 @@
+"""A program of backend xla, which prints what carries its collectives."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jaxmpi
+
+jaxmpi.init(backend="xla")
+mean = jaxmpi.jit(lambda x: lax.pmean(x, jaxmpi.AXIS))(jnp.full(2, jaxmpi.rank(), jnp.float32))
+print(jax.config.jax_cpu_collectives_implementation, jaxmpi.local(mean), flush=True)
