@@ -95,7 +95,9 @@ class _ProgramLowering(Lowering[Lowered]):
 
     def as_it_is(self, target: Target) -> Lowered:
         """Return the program of one rank, whose collectives are `target.run`."""
-        return _jaxcompat.as_function(self._rewritten(target)), list
+        if not has_collective(self._jaxpr):
+            return _jaxcompat.as_function(self._jaxpr), list
+        return _jaxcompat.as_function(rewrite(self._plan_for(target), target)), list
 
     def stacked(self, target: Target) -> Lowered:
         """Return a `vmap` over stacked arrays, whose outputs are stacked where they may differ."""
@@ -109,9 +111,11 @@ class _ProgramLowering(Lowering[Lowered]):
 
     def on_mesh(self, target: Target, mesh: Mesh) -> Lowered:
         """Return a `shard_map` of the program; one without a collective runs on each device."""
-        program = _jaxcompat.as_function(self._rewritten(target))
         if not has_collective(self._jaxpr):
-            return program, list
+            return _jaxcompat.as_function(self._jaxpr), list
+        rewritten = rewrite(self._plan_for(target), target)
+        # one equation: `shard_map` traces its function, and the program has been traced already
+        program = self._with_effects(rewritten, frozenset({_jaxcompat.axis_effect(AXIS)}))
         spec = PartitionSpec()
         mapped = jax.shard_map(
             lambda *xs: program(*xs), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
@@ -126,12 +130,6 @@ class _ProgramLowering(Lowering[Lowered]):
         if compare := self._comparison(transport):
             program = _behind(program, compare, target.size)
         return self._with_effects(program, transport.effects), list
-
-    def _rewritten(self, target: Target) -> ClosedJaxpr:
-        """Return the program with the collectives of `target`, if it has any."""
-        if not has_collective(self._jaxpr):
-            return self._jaxpr
-        return rewrite(self._plan_for(target), target)
 
     def _plan_for(self, target: Target) -> Plan:
         """Return the plan of the program, which is made here if `build` got none."""
