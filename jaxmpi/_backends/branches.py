@@ -152,7 +152,9 @@ def _messages(jaxpr: AnyJaxpr) -> Iterator[str]:
             yield str(Message(eqn.params["call"].title, arrays))
         elif eqn.effects:
             inner = [tuple(_messages(each)) for each in _inner(eqn)]
-            if eqn.primitive.name in ("jit", "pjit") and inner:
+            # a scan has a length, a while loop two jaxprs, and a cond one for each branch
+            is_call = len(inner) == 1 and "length" not in eqn.params
+            if is_call:
                 yield from inner[0]
             elif any(inner):
                 each = " or ".join(", ".join(texts) or "nothing" for texts in inner)

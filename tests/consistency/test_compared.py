@@ -73,6 +73,7 @@ CALLS = {
     "allgather_object": lambda: jaxmpi.allgather_object(1),
     "broadcast_object": lambda: jaxmpi.broadcast_object(1),
     "barrier": lambda: jaxmpi.barrier(),
+    "check_data": lambda: jaxmpi.check_data(rows()),
     "synchronize": lambda: jaxmpi.synchronize(X),
     "Throughput.read": lambda: jaxmpi.Throughput().read(),
     "save": lambda: jaxmpi.save(DIRECTORY, 1, {"w": X}),
@@ -81,8 +82,9 @@ CALLS = {
     "finalize": lambda: jaxmpi.finalize(),
 }
 # Collective, and nothing is sent when they are called: `init` is before, the agreement of
-# `preempted` is between threads.
-SILENT = {"init", "explain", "preempted"}
+# `preempted` is between threads. `shard` sends at the first call from a line only: see
+# tests/data/test_order.py.
+SILENT = {"init", "explain", "preempted", "shard"}
 
 
 def public():
