@@ -1,7 +1,7 @@
 """Analysis: facts about a traced program that follow from its equations.
 
 Nothing here communicates or changes a program. `jaxmpi._jit.analyze` calls these in order, on the
-jaxpr that `jaxmpi._lowering.trace` has opened (no calls around collectives are left in it):
+jaxpr that `jaxmpi._lowering.trace` has inlined (no calls around collectives are left in it):
 `replication` and `shards` check it, `forgotten_mean` finds what to compare while it runs, and
 `control_slice` returns the text that the ranks compare before it runs.
 

@@ -31,7 +31,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import calls_python, kind
+from jaxmpi._analysis.classify import Role, calls_python, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.forgotten_mean import pairs
 from jaxmpi._analysis.primitives import Op, op_of
@@ -162,7 +162,7 @@ def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
         return [found] * len(eqn.outvars)
 
     def collective(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
-        if kind(eqn) != "collective":  # over array axes: those of a vmap inside
+        if role(eqn) is not Role.COLLECTIVE:  # over array axes: those of a vmap inside
             return local(eqn, operands)
         operand, op = _combined(operands), op_of(eqn)
         if op not in (Op.ALLREDUCE, Op.ALL_GATHER):
@@ -174,7 +174,7 @@ def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
         return [Origin(direct, applied, True)] * len(eqn.outvars)
 
     def index(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
-        return [Origin(tokens.rank if kind(eqn) == "index" else 0)]
+        return [Origin(tokens.rank if role(eqn) is Role.RANK else 0)]
 
     def mark(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
         (operand,) = operands

@@ -1,11 +1,12 @@
 """Classify the equations of a traced function by whether they involve the ranks.
 
 An equation is local, communicates itself, or is a call, a loop or a branch with a collective inside
-(`kind`). JAX does not say which primitives communicate: what counts are the named axes in an
+(`Role`). JAX does not say which primitives communicate: what counts are the named axes in an
 equation's parameters and effects, and the table of `primitives`.
 """
 
 from collections.abc import Container
+from enum import Enum, auto
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -19,20 +20,21 @@ __all__ = [
     "BRANCHES_AND_LOOPS",
     "COLLECTIVES",
     "RANK_OPS",
+    "Role",
     "axis_names",
     "calls_python",
     "communicates",
-    "has_collective",
+    "involves_ranks",
     "is_computed_from",
-    "kind",
-    "kinds",
     "other_effects",
+    "role",
+    "roles",
 ]
 
 COLLECTIVES = (Op.ALLREDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.PERMUTE)
 BRANCHES_AND_LOOPS = (Op.SCAN, Op.WHILE, Op.COND)
-# The operations for which `kind` may return something other than "". In a program that `kind` has
-# accepted, an equation of any other operation is local, and need not be classified again.
+# The operations for which `role` may return something other than LOCAL. In a program that `role`
+# has accepted, an equation of any other operation is local, and need not be classified again.
 RANK_OPS = frozenset(
     {
         *COLLECTIVES,
@@ -42,41 +44,45 @@ RANK_OPS = frozenset(
 )
 
 
-def kind(eqn: JaxprEqn) -> str:
-    """Return how an equation involves the ranks.
+class Role(Enum):
+    """Role of an equation: how it involves the ranks."""
 
-    Returns:
-      "" for an equation that does not: it is local;
-      "index" for the rank's number along an axis;
-      "collective" for one of COLLECTIVES over axes of the ranks;
-      "ahead" for the start of a message that a later call of the program waits for;
-      "bcast" for a broadcast, which `trace` replaces by other collectives;
-      "call" or "loop" for a call, or a loop or branch, with any of the above inside.
+    LOCAL = auto()  # not at all
+    RANK = auto()  # it is the rank's number along an axis
+    COLLECTIVE = auto()  # it is one of COLLECTIVES over axes of the ranks
+    SEND_AHEAD = auto()  # it starts a message that a later call of the program waits for
+    BROADCAST = auto()  # it is a broadcast, which `trace` replaces by other collectives
+    CALL = auto()  # a call with any of the above inside
+    CONTROL_FLOW = auto()  # a loop or a branch with any of the above inside
+
+
+def role(eqn: JaxprEqn) -> Role:
+    """Return how an equation involves the ranks.
 
     Raises:
       NotImplementedError: the equation communicates in a way that jaxmpi does not support, with the
         primitive and the source line.
     """
     if is_arithmetic(eqn) and not eqn.effects:  # most equations
-        return ""
+        return Role.LOCAL
     op = op_of(eqn)
     if not subjaxprs(eqn):
         if not _over_ranks(eqn):
-            return ""
+            return Role.LOCAL
         if op is Op.AXIS_INDEX:
-            return "index"
+            return Role.RANK
         if op in COLLECTIVES:
-            return "collective"
+            return Role.COLLECTIVE
         if op is Op.SEND_AHEAD:
-            return "ahead"
+            return Role.SEND_AHEAD
         if op is Op.BROADCAST:
-            return "bcast"
+            return Role.BROADCAST
     elif not _axis_names_inside(eqn):
-        return ""
+        return Role.LOCAL
     elif op in (Op.CALL, Op.LINEAR_SOLVE):
-        return "call"
+        return Role.CALL
     elif op in BRANCHES_AND_LOOPS:
-        return "loop"
+        return Role.CONTROL_FLOW
     axes = sorted({*axis_names(eqn), *_axis_names_inside(eqn)})
     over = ", ".join(map(repr, axes)) or repr(AXIS)
     known = [name for name, properties in PRIMITIVES.items() if properties.op in COLLECTIVES]
@@ -87,22 +93,22 @@ def kind(eqn: JaxprEqn) -> str:
 
 
 @_jaxcompat.kept_with_jaxpr
-def kinds(jaxpr: AnyJaxpr) -> dict[int, str]:
-    """Return `kind` of each equation of a jaxpr that is not local, by the id of the equation.
+def roles(jaxpr: AnyJaxpr) -> dict[int, Role]:
+    """Return the role of each equation of a jaxpr that is not local, by the id of the equation.
 
     Equations inside of its calls, loops and branches are not included.
     """
-    found: dict[int, str] = {}
+    found: dict[int, Role] = {}
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        kind_of_eqn = kind(eqn)
-        if kind_of_eqn:
-            found[id(eqn)] = kind_of_eqn
+        role_of_eqn = role(eqn)
+        if role_of_eqn is not Role.LOCAL:
+            found[id(eqn)] = role_of_eqn
     return found
 
 
-def has_collective(jaxpr: AnyJaxpr) -> bool:
+def involves_ranks(jaxpr: AnyJaxpr) -> bool:
     """Return whether a jaxpr, at any depth, communicates or asks for the rank's number."""
-    return bool(kinds(jaxpr))
+    return bool(roles(jaxpr))
 
 
 def communicates(eqn: JaxprEqn) -> bool:
@@ -110,7 +116,9 @@ def communicates(eqn: JaxprEqn) -> bool:
 
     A broadcast counts only after `trace` has replaced it by a collective.
     """
-    return kind(eqn) in ("collective", "ahead") or any(map(_communicates_inside, subjaxprs(eqn)))
+    return role(eqn) in (Role.COLLECTIVE, Role.SEND_AHEAD) or any(
+        map(_communicates_inside, subjaxprs(eqn))
+    )
 
 
 def calls_python(eqn: JaxprEqn) -> bool:

@@ -18,7 +18,7 @@ from enum import IntEnum
 from jax.extend.core import JaxprEqn
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, kind
+from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, Role, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.primitives import Op, Trait, has, is_sum, op_of
 from jaxmpi._jaxcompat import AnyJaxpr
@@ -56,7 +56,7 @@ def _allreduce(eqn: JaxprEqn, operands: list[Number]) -> list[Number]:
 
 def _is_constant_sum(eqn: JaxprEqn, operands: list[Number]) -> bool:
     """Return whether an equation, whose operands have these facts, sums a QUOTIENT over ranks."""
-    return is_sum(eqn) and operands == [Number.QUOTIENT] and kind(eqn) == "collective"
+    return is_sum(eqn) and operands == [Number.QUOTIENT] and role(eqn) is Role.COLLECTIVE
 
 
 # The rules stop at calls, loops and branches. To find the sums in the body of a loop, call
@@ -78,7 +78,7 @@ def constant_sums(jaxpr: AnyJaxpr) -> set[int]:
     """Return the ids of the equations that sum a constant over the ranks, and so send nothing.
 
     Args:
-      jaxpr: an opened program, or the jaxpr of one of its loops or branches. Equations inside of
+      jaxpr: an inlined program, or the jaxpr of one of its loops or branches. Equations inside of
         its own loops and branches are not included.
     """
     found: set[int] = set()

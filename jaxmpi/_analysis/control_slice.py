@@ -23,7 +23,7 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import communicates, kind, kinds
+from jaxmpi._analysis.classify import Role, communicates, role, roles
 from jaxmpi._analysis.constant_sums import constant_sums
 from jaxmpi._analysis.dataflow import Needed, Slice, slice_of
 from jaxmpi._analysis.inner_jaxprs import subjaxprs
@@ -55,7 +55,7 @@ def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Lin
     """Return the text of the control slice: the lines must be equal on all ranks.
 
     Args:
-      jaxpr: an opened program, or the jaxpr of a scan or of a branch.
+      jaxpr: an inlined program, or the jaxpr of a scan or of a branch.
       outputs: which of its outputs are declared replicated; () for none.
 
     Returns:
@@ -143,7 +143,7 @@ def _makes_equal(jaxpr: AnyJaxpr, eqn: JaxprEqn) -> bool:
     """
     return (
         op_of(eqn) in (Op.ALLREDUCE, Op.ALL_GATHER)
-        and kind(eqn) == "collective"
+        and role(eqn) is Role.COLLECTIVE
         and not eqn.params["axis_index_groups"]
         and id(eqn) not in constant_sums(jaxpr)
     )
@@ -158,10 +158,10 @@ def _lines(sliced: Slice) -> list[Line]:
         return []
     inner, _ = _jaxcompat.parts(sliced.jaxpr)
     text, lines = Text(sliced.jaxpr), []
-    kind_by_id = kinds(sliced.jaxpr)
+    role_by_id = roles(sliced.jaxpr)
     index_of: dict[int, int] = {}  # of a collective among those of the jaxpr, by its id
     for eqn in inner.eqns:
-        if kind_by_id.get(id(eqn)) == "collective":
+        if role_by_id.get(id(eqn)) is Role.COLLECTIVE:
             index_of[id(eqn)] = len(index_of)
     for needed in _in_dataflow_order(sliced):
         eqn = needed.eqn

@@ -22,7 +22,7 @@ from typing import TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import RANK_OPS, calls_python, is_computed_from, kind
+from jaxmpi._analysis.classify import RANK_OPS, Role, calls_python, is_computed_from, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.inner_jaxprs import line
 from jaxmpi._analysis.primitives import Op, is_sum, op_of
@@ -83,7 +83,7 @@ def _same_on_group(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
     Two groups have equal results if their ranks contribute equal values: in any order for an
     allreduce, in the same order for an all_gather.
     """
-    if kind(eqn) != "collective":  # over array axes: those of a vmap inside
+    if role(eqn) is not Role.COLLECTIVE:  # over array axes: those of a vmap inside
         return [_join(operands)] * len(eqn.outvars)
     groups, operand = eqn.params.get("axis_index_groups"), operands[0]
     if not groups or operand == ALL:  # all groups have the same number of ranks
@@ -102,7 +102,7 @@ def _same_on_group(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
 
 def _different_on_each_rank(eqn: JaxprEqn, operands: list[Classes]) -> list[Classes]:
     """Return the classes after an equation that gives each rank another result."""
-    over_ranks = kind(eqn) in ("collective", "index")
+    over_ranks = role(eqn) in (Role.COLLECTIVE, Role.RANK)
     return [NONE if over_ranks else _join(operands)] * len(eqn.outvars)
 
 
@@ -147,7 +147,7 @@ def may_vary(
     constants: bool = True,
     marked: bool = True,
 ) -> list[bool]:
-    """Return which outputs of an opened program may differ between ranks, given which inputs may.
+    """Return which outputs of an inlined program may differ between ranks, given which inputs may.
 
     Args:
       jaxpr: of `trace.trace`, or one inside of it.
@@ -203,17 +203,17 @@ def varying(
     def visit(
         eqn: JaxprEqn, operands: list[Classes], results: list[Classes], control: Classes
     ) -> None:
-        kind_of_eqn = kind(eqn) if op_of(eqn) in RANK_OPS else ""
+        role_of_eqn = role(eqn) if op_of(eqn) in RANK_OPS else Role.LOCAL
         # Inner equations are visited first. So the next equation that all ranks reach is the branch
         # or loop around the unreached collectives whose predicate may differ.
-        if kind_of_eqn in ("collective", "ahead") and control != ALL:
+        if role_of_eqn in (Role.COLLECTIVE, Role.SEND_AHEAD) and control != ALL:
             unreached.append(eqn)
         elif unreached and control == ALL:
             _refuse(api, eqn, unreached[0])
         is_from_literals = is_computed_from(from_literals, eqn)
-        if is_from_literals and not kind_of_eqn:
+        if is_from_literals and role_of_eqn is Role.LOCAL:
             from_literals.update(eqn.outvars)
-        if kind_of_eqn == "collective" and is_sum(eqn):
+        if role_of_eqn is Role.COLLECTIVE and is_sum(eqn):
             # A sum of literals is needed, too: `psum(1)` counts the ranks.
             is_needed = is_from_literals or _join(operands) != ALL
             sums[_jaxcompat.call_site(eqn)].append((eqn, is_needed))

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import COLLECTIVES, kind
+from jaxmpi._analysis.classify import COLLECTIVES, Role, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.primitives import Op, Trait, has
 from jaxmpi._axis import AXIS, Axis, names
@@ -167,7 +167,7 @@ def _collective(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
 
     The result depends on shards no longer if the collective combines all shards of each array.
     """
-    if kind(eqn) != "collective":  # over array axes: those of a vmap inside
+    if role(eqn) is not Role.COLLECTIVE:  # over array axes: those of a vmap inside
         return _local(eqn, operands)
     value = _join(operands)
     groups = eqn.params.get("axis_index_groups")

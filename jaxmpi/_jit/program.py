@@ -33,7 +33,7 @@ from jaxmpi._lowering import lower
 from jaxmpi._lowering.plan import Entry
 from jaxmpi._lowering.refuse import Refusals
 from jaxmpi._lowering.signature import Signature
-from jaxmpi._lowering.trace import prepared, trace
+from jaxmpi._lowering.trace import inline_traced, trace
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["Program", "Run", "Start", "build_program", "refuse_nan_search", "watched"]
@@ -291,7 +291,7 @@ def build_program(
     ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]
     size = backend.place.size
     if traced is not None:
-        (jaxpr, captured, parameters), tree = prepared(traced[0], backend.axes), traced[1]
+        (jaxpr, captured, parameters), tree = inline_traced(traced[0], backend.axes), traced[1]
     else:
         flat = _Flat(function, args, kwargs, treedef)
         jaxpr, captured, parameters = trace(flat, backend.axes, avals)

@@ -5,10 +5,10 @@
                               -> lower, by rewrite     (what `jax.jit` compiles)
 
 From `trace` on, a program is a jaxpr over the axis AXIS alone, in which every collective is at the
-top or in a loop: an opened program. `_jit/analyze` calls `plan`; `_jit/program` calls `trace`,
+top or in a loop: an inlined program. `_jit/analyze` calls `plan`; `_jit/program` calls `trace`,
 `signature` and `lower`; `_jit/jitted` calls `explain`.
 
-trace           trace the function once, with the axes bound, and open calls with collectives
+trace           trace the function once, with the axes bound, and inline calls with collectives
 collectives     collectives over named axes as collectives over all ranks; calls of a transport
 loops           loops that communicate: under `vmap`, and in one order with other messages
 exact_updates   updates that lead to a given value, bit by bit

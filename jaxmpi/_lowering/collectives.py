@@ -189,7 +189,7 @@ class Translation(NamedTuple):
 
 
 def translate(eqn: JaxprEqn, size: int) -> Translation:
-    """Return the call of a transport for an equation of kind "collective".
+    """Return the call of a transport for an equation whose role is COLLECTIVE.
 
     Args:
       eqn: over AXIS alone, within groups if it has some.

@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import has_collective
+from jaxmpi._analysis.classify import involves_ranks
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._barriers import depending_on, token_of
 
@@ -43,7 +43,7 @@ def batched_predicate(eqn: JaxprEqn) -> bool:
         return False
     inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])
     return bool(inner.outvars[0].aval.shape) and any(
-        map(has_collective, (inner, eqn.params["body_jaxpr"]))
+        map(involves_ranks, (inner, eqn.params["body_jaxpr"]))
     )
 
 

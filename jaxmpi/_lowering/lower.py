@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import has_collective
+from jaxmpi._analysis.classify import involves_ranks
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective, Target
@@ -95,7 +95,7 @@ class _ProgramLowering(Lowering[Lowered]):
 
     def as_it_is(self, target: Target) -> Lowered:
         """Return the program of one rank, whose collectives are `target.run`."""
-        if not has_collective(self._jaxpr):
+        if not involves_ranks(self._jaxpr):
             return _jaxcompat.as_function(self._jaxpr), list
         return _jaxcompat.as_function(rewrite(self._plan_for(target), target)), list
 
@@ -111,7 +111,7 @@ class _ProgramLowering(Lowering[Lowered]):
 
     def on_mesh(self, target: Target, mesh: Mesh) -> Lowered:
         """Return a `shard_map` of the program; one without a collective runs on each device."""
-        if not has_collective(self._jaxpr):
+        if not involves_ranks(self._jaxpr):
             return _jaxcompat.as_function(self._jaxpr), list
         rewritten = rewrite(self._plan_for(target), target)
         # one equation: `shard_map` traces its function, and the program has been traced already
@@ -124,7 +124,7 @@ class _ProgramLowering(Lowering[Lowered]):
 
     def in_order(self, target: Target, transport: Transport) -> Lowered:
         """Return the program with its messages in order, behind a comparison if it needs one."""
-        if not has_collective(self._jaxpr):
+        if not involves_ranks(self._jaxpr):
             return _jaxcompat.as_function(self._jaxpr), list
         program = rewrite(self._plan_for(target), self._numbered(target))
         if compare := self._comparison(transport):

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import kinds
+from jaxmpi._analysis.classify import Role, roles
 from jaxmpi._analysis.constant_sums import constant_sums
 from jaxmpi._analysis.primitives import Op, op_of, reduction_of
 from jaxmpi._jaxcompat import AnyJaxpr
@@ -40,18 +40,18 @@ def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
     them. JAX cannot differentiate the result.
 
     Args:
-      jaxpr: an opened program, or the jaxpr of a loop or branch.
+      jaxpr: an inlined program, or the jaxpr of a loop or branch.
       size: the number of ranks.
       transport_divides: whether the transport computes means of all floats; otherwise only means of
         short floats are fused.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
     fusion = _MeanFusion(inner, size, transport_divides)
-    about_ranks, not_sent = kinds(jaxpr), constant_sums(jaxpr)
+    role_by_id, not_sent = roles(jaxpr), constant_sums(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in inner.eqns:
-        kind = about_ranks.get(id(eqn))
-        if kind == "collective" and reduction_of(eqn) == "sum" and id(eqn) not in not_sent:
+        is_collective = role_by_id.get(id(eqn)) is Role.COLLECTIVE
+        if is_collective and reduction_of(eqn) == "sum" and id(eqn) not in not_sent:
             eqns.append(fusion.fused_sum(eqn))
         elif id(eqn) not in fusion.removed:
             eqns.append(eqn)

@@ -33,7 +33,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import kind, other_effects
+from jaxmpi._analysis.classify import Role, other_effects, role
 from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, Trait, has, op_of
 from jaxmpi._backends.base import Collective, Overlap
@@ -78,7 +78,7 @@ def coalesce(eqns: Iterable[JaxprEqn], size: int, combine: bool) -> list[Coalesc
     """
     calls: dict[Collective | int, CoalescedCall] = {}
     for i, eqn in enumerate(eqns):
-        if kind(eqn) == "collective":
+        if role(eqn) is Role.COLLECTIVE:
             translation = translate(eqn, size)
             key = translation.call if combine else i
             coalesced = calls.setdefault(key, CoalescedCall(translation.call, [], []))
@@ -161,7 +161,7 @@ def _inside(host: Collective, inner: Translation, size: int) -> Translation:
 
 
 def collective_sent_ahead(eqn: JaxprEqn) -> Collective:
-    """Return the collective that an equation of kind "ahead" sends."""
+    """Return the collective that an equation whose role is SEND_AHEAD sends."""
     groups = eqn.params["axis_index_groups"] or ()
     return Collective(eqn.params["kind"], eqn.params["op"], groups=groups)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import communicates, kind, kinds, other_effects
+from jaxmpi._analysis.classify import Role, communicates, other_effects, roles
 from jaxmpi._analysis.constant_sums import constant_sums
 from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, op_of
@@ -57,10 +57,10 @@ class Plan:
     """Plan of a jaxpr on a number of ranks.
 
     Attributes:
-      jaxpr: an opened program, or a jaxpr inside of one of its loops, with means fused.
+      jaxpr: an inlined program, or a jaxpr inside of one of its loops, with means fused.
       size: the number of ranks.
       rounds: the rounds, without local equations that no output needs.
-      about_ranks: for the id of each equation that has to do with the ranks, its `classify.kind`.
+      roles: of each equation that involves the ranks, by its id.
       inside: for the id of each jaxpr of a loop or branch that has to do with the ranks, as it
         stood in the program before means were fused, its plan.
     """
@@ -68,7 +68,7 @@ class Plan:
     jaxpr: AnyJaxpr
     size: int
     rounds: list[Round]
-    about_ranks: Mapping[int, str]
+    roles: Mapping[int, Role]
     inside: Mapping[int, "Plan"]
 
     @property
@@ -89,12 +89,12 @@ def plan_of(
     divides: bool | None = None,
     overlap: Overlap | None = None,
 ) -> Plan:
-    """Return the plan of an opened program.
+    """Return the plan of an inlined program.
 
     A collective is carried out whether its result is used or not: another rank may use it.
 
     Args:
-      jaxpr: the result of `trace.prepared`.
+      jaxpr: the result of `trace.inline_traced`.
       size: the number of ranks.
       combine: False where every collective is to stay a call by itself.
       divides: whether the transport computes means of all floats (`fuse_means`); None where the
@@ -111,33 +111,33 @@ def plan_of(
     if divides is not None:
         jaxpr = fuse_means(jaxpr, size, transport_divides=divides)
     inner, _ = _jaxcompat.parts(jaxpr)
-    about_ranks = kinds(jaxpr)
+    role_by_id = roles(jaxpr)
     inside: dict[int, Plan] = {}
     for eqn in inner.eqns:
-        if about_ranks.get(id(eqn)) == "loop":
+        if role_by_id.get(id(eqn)) is Role.CONTROL_FLOW:
             for inner_jaxpr in subjaxprs(eqn):
                 inside[id(inner_jaxpr)] = plan_of(
                     inner_jaxpr, size, combine=combine, divides=divides, overlap=overlap
                 )
 
     def is_sent(eqn: JaxprEqn) -> bool:
-        return id(eqn) in about_ranks and communicates(eqn) and id(eqn) not in not_sent
+        return id(eqn) in role_by_id and communicates(eqn) and id(eqn) not in not_sent
 
     rounds: list[Round] = []
-    for local, remote in _levels(_needed(inner, about_ranks), is_sent):
+    for local, remote in _levels(_needed(inner, role_by_id), is_sent):
         messages = messages_of(coalesce(remote, size, combine), local, jaxpr, overlap)
-        ahead = [eqn for eqn in remote if kind(eqn) == "ahead"]
-        loops = [eqn for eqn in remote if kind(eqn) == "loop"]
+        ahead = [eqn for eqn in remote if role_by_id[id(eqn)] is Role.SEND_AHEAD]
+        loops = [eqn for eqn in remote if role_by_id[id(eqn)] is Role.CONTROL_FLOW]
         rounds.append(Round(local, messages, ahead, loops))
-    return Plan(jaxpr, size, rounds, about_ranks, inside)
+    return Plan(jaxpr, size, rounds, role_by_id, inside)
 
 
-def _needed(jaxpr: Jaxpr, about_ranks: Mapping[int, str]) -> Iterator[JaxprEqn]:
+def _needed(jaxpr: Jaxpr, role_by_id: Mapping[int, Role]) -> Iterator[JaxprEqn]:
     """Return the equations that communicate, have effects, or that these or an output depend on."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        sends = id(eqn) in about_ranks and communicates(eqn)
+        sends = id(eqn) in role_by_id and communicates(eqn)
         if sends or other_effects(eqn) or not needed.isdisjoint(eqn.outvars):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))

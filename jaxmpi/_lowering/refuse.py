@@ -51,7 +51,7 @@ BROADCAST = "Use jaxmpi.tree_bcast(x, root)."
 
 
 def refuse(eqn: JaxprEqn, size: int) -> None:
-    """Raise an error if an equation of kind "collective" cannot be carried out on `size` ranks.
+    """Raise an error if an equation whose role is COLLECTIVE cannot be carried out on `size` ranks.
 
     Raises:
       NotImplementedError: it has a negative axis.

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._analysis.classify import Role
 from jaxmpi._analysis.inner_jaxprs import map_subjaxprs
 from jaxmpi._backends.base import Target
 from jaxmpi._backends.sent_ahead import none
@@ -82,7 +83,7 @@ def _compute(eqns: Iterable[JaxprEqn], plan: Plan, target: Target, env: Env) -> 
     """Evaluate local equations."""
     for eqn in eqns:
         xs = env(eqn.invars)
-        is_plain = id(eqn) not in plan.about_ranks
+        is_plain = id(eqn) not in plan.roles
         env.write(eqn, _jaxcompat.keep(eqn, xs) if is_plain else _local(eqn, plan, target, xs))
 
 
@@ -106,10 +107,10 @@ def _inside(
 
 def _local(eqn: JaxprEqn, plan: Plan, target: Target, xs: list[ArrayLike]) -> list[ArrayLike]:
     """Evaluate an equation that has to do with the ranks, but sends nothing."""
-    match plan.about_ranks[id(eqn)]:
-        case "index":
+    match plan.roles[id(eqn)]:
+        case Role.RANK:
             return [target.rank()]
-        case "loop":  # it asks for the rank
+        case Role.CONTROL_FLOW:  # it asks for the rank
             return _loop(eqn, plan, target, None, xs)
         case _:  # a sum of a number that all ranks know (`constant_sums`)
             translation = translate(eqn, target.size)

@@ -1,8 +1,8 @@
 """Trace a function to a jaxpr in which every collective is at the top or in a loop.
 
-jaxpr = jax.make_jaxpr(function)    with the named axes bound
-opened = inline calls around collectives; sub-axes -> groups within AXIS; broadcast -> sum
-program = apply_exactly(opened)     where it adds an update of `update_to`
+jaxpr = jax.make_jaxpr(function)     with the named axes bound
+inlined = inline calls around collectives; sub-axes -> groups within AXIS; broadcast -> sum
+program = apply_exactly(inlined)     where it adds an update of `update_to`
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, has_collective, kind
+from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, Role, involves_ranks, role
 from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs
 from jaxmpi._analysis.primitives import op_of, properties
 from jaxmpi._analysis.text import is_note, parameters
@@ -27,7 +27,7 @@ from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
 from jaxmpi._lowering.loops import batched_predicate, with_scalar_predicate
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 
-__all__ = ["Env", "evaluate", "is_local", "make_jaxpr", "opened", "prepared", "trace"]
+__all__ = ["Env", "evaluate", "inline_traced", "inlined", "is_local", "make_jaxpr", "trace"]
 
 Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # shape and dtype of an argument
 
@@ -35,7 +35,7 @@ Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # shape and dtype of an ar
 def trace(
     function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]
 ) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
-    """Trace a function of flat arrays with the axes bound, and open calls with a collective.
+    """Trace a function of flat arrays with the axes bound, and inline calls with a collective.
 
     Args:
       function: of arrays like `avals`.
@@ -51,13 +51,13 @@ def trace(
       NameError, NotImplementedError, TypeError, ValueError: the function uses a collective that is
         not supported, with its source line.
     """
-    return prepared(_make_jaxpr(explained(function, axes), axes, avals), axes)
+    return inline_traced(_make_jaxpr(explained(function, axes), axes, avals), axes)
 
 
-def prepared(
+def inline_traced(
     traced: ClosedJaxpr, axes: Mapping[str, int]
 ) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
-    """Return the same as `trace`, for a function that is already traced with the axes bound."""
+    """Inline a function that is already traced with the axes bound; return what `trace` does."""
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
         refuse_meshes(inner)
@@ -65,12 +65,12 @@ def prepared(
     if not captured:
         traced = _without_notes(traced)
     updates = has_updates(traced)
-    if captured or updates or _needs_opening(traced):
+    if captured or updates or _needs_inlining(traced):
         # Captured arrays become arguments, so that they are no constants of the program.
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
         with collection_paused():
             traced = make_jaxpr(
-                lambda *args: _open(inner, axes, *args, jits=updates), axes[AXIS], arguments
+                lambda *args: _inline(inner, axes, *args, jits=updates), axes[AXIS], arguments
             )
     return apply_exactly(traced), captured, notes
 
@@ -94,13 +94,13 @@ def _make_jaxpr(
     return jax.make_jaxpr(function, axis_env=[*axes.items()])(*structs)
 
 
-def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> ClosedJaxpr:
+def inlined(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> ClosedJaxpr:
     """Return the program over AXIS alone, with calls around collectives inlined.
 
-    `jits` is as in `_open`.
+    `jits` is as in `_inline`.
     """
     avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
-    return make_jaxpr(lambda *args: _open(jaxpr, axes, *args, jits=jits), axes[AXIS], avals)
+    return make_jaxpr(lambda *args: _inline(jaxpr, axes, *args, jits=jits), axes[AXIS], avals)
 
 
 def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
@@ -129,24 +129,24 @@ def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 def is_local(jaxpr: ClosedJaxpr) -> bool:
     """Return whether nothing in a program has to do with the ranks: plain JAX can run it."""
-    return not has_collective(jaxpr) and not _needs_opening(jaxpr)
+    return not involves_ranks(jaxpr) and not _needs_inlining(jaxpr)
 
 
 @_jaxcompat.kept_with_jaxpr
-def _needs_opening(jaxpr: AnyJaxpr) -> bool:
-    """Return whether `_open` would change a program, because of a call, a broadcast or a note."""
+def _needs_inlining(jaxpr: AnyJaxpr) -> bool:
+    """Return whether `_inline` would change a program, because of a call, a broadcast or a note."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        eqn_kind = kind(eqn)
-        if eqn_kind in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
+        role_of_eqn = role(eqn)
+        if role_of_eqn in (Role.CALL, Role.BROADCAST) or is_note(eqn) or batched_predicate(eqn):
             return True
-        if eqn_kind in ("index", "collective", "ahead") and has_groups(eqn):
+        if role_of_eqn in (Role.RANK, Role.COLLECTIVE, Role.SEND_AHEAD) and has_groups(eqn):
             return True
-        if eqn_kind == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
+        if role_of_eqn is Role.CONTROL_FLOW and any(map(_needs_inlining, subjaxprs(eqn))):
             return True
     return False
 
 
-def _open(
+def _inline(
     jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool = False
 ) -> list[ArrayLike]:
     """Evaluate a program, with the calls that contain a collective inlined.
@@ -156,37 +156,37 @@ def _open(
     """
 
     def step(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[ArrayLike]:
-        match kind(eqn):
-            case "call":
+        match role(eqn):
+            case Role.CALL:
                 # The backward pass of `jax.checkpoint`. Without the barrier, XLA would find that
                 # the forward pass computes the same, and undo the rematerialization.
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     xs = lax.optimization_barrier(xs)
                 with _jaxcompat.at_source(eqn):
                     jaxpr, operands = callee(eqn, xs)
-                    return _open(jaxpr, axes, *operands, jits=jits)
-            case "loop":
-                inside = map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits))
+                    return _inline(jaxpr, axes, *operands, jits=jits)
+            case Role.CONTROL_FLOW:
+                inside = map_subjaxprs(eqn, lambda inner: inlined(inner, axes, jits=jits))
                 if batched_predicate(eqn):
                     with _jaxcompat.at_source(eqn):
                         return with_scalar_predicate({**eqn.params, **inside}, xs)
                 return _jaxcompat.bind(eqn, xs, **inside)
-            case "bcast":
+            case Role.BROADCAST:
                 with _jaxcompat.at_source(eqn):
                     return [broadcast(eqn, xs[0], axes)]
-            case "index" if has_groups(eqn):
+            case Role.RANK if has_groups(eqn):
                 with _jaxcompat.at_source(eqn):
                     return [coordinate(eqn, axes)]
-            case "collective" | "ahead" if has_groups(eqn):
+            case Role.COLLECTIVE | Role.SEND_AHEAD if has_groups(eqn):
                 return over_all_ranks(eqn, xs, axes)
-            case "" if jits and _is_jit(eqn) and not is_update(eqn):
+            case Role.LOCAL if jits and _is_jit(eqn) and not is_update(eqn):
                 with _jaxcompat.at_source(eqn):
-                    return _open(eqn.params["jaxpr"], axes, *xs, jits=jits)
-            case "" if (
+                    return _inline(eqn.params["jaxpr"], axes, *xs, jits=jits)
+            case Role.LOCAL if (
                 jits and op_of(eqn) in BRANCHES_AND_LOOPS and any(map(has_updates, subjaxprs(eqn)))
             ):
                 return _jaxcompat.bind(
-                    eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits))
+                    eqn, xs, **map_subjaxprs(eqn, lambda inner: inlined(inner, axes, jits=jits))
                 )
             case _:
                 return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)

@@ -18,7 +18,7 @@ import jaxmpi
 from jaxmpi._backends.base import Overlap
 from jaxmpi._job.tools import timeline
 from jaxmpi._lowering.plan import plan_of
-from jaxmpi._lowering.trace import opened
+from jaxmpi._lowering.trace import inlined
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport"
@@ -440,7 +440,7 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
 
 
 def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
-    jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
+    jaxpr = inlined(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
     rounds = plan_of(jaxpr, 2, overlap=overlap).rounds
     return [each.messages for each in rounds if each.messages.calls]

@@ -11,7 +11,7 @@ from jaxmpi._backends.base import Overlap, Started, Target
 from jaxmpi._barriers import depending_on, token_of
 from jaxmpi._lowering.plan import plan_of
 from jaxmpi._lowering.rewrite import rewrite
-from jaxmpi._lowering.trace import opened
+from jaxmpi._lowering.trace import inlined
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64")
 MARK = lax.erf_inv_p  # stands for the start of a message
@@ -59,7 +59,7 @@ def overlap(bucket_bytes):
 
 
 def rewritten(f, *args, bucket_bytes=1):
-    jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
+    jaxpr = inlined(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     starts = overlap(bucket_bytes)
     target = Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=starts)
     return rewrite(plan_of(jaxpr, 2, overlap=starts), target)
