@@ -26,11 +26,11 @@ __all__ = [
     "compare_values_again",
     "describe",
     "gather_reports",
+    "has_agreed",
     "has_compared_values",
-    "has_run",
     "is_program",
+    "note_agreed",
     "note_compared_values",
-    "note_run",
     "raise_found",
     "raise_mismatch",
     "raise_on_all",
@@ -249,12 +249,12 @@ def raise_mismatch(backend: Ranks, error: Exception) -> None:
         raise found from None
 
 
-def has_run(backend: Ranks, fingerprint: int) -> bool:
-    """Return whether the ranks have run a program, which they do together."""
+def has_agreed(backend: Ranks, fingerprint: int) -> bool:
+    """Return whether the ranks have agreed on a program."""
     return fingerprint in backend.registry.run
 
 
-def note_run(backend: Ranks, fingerprint: int) -> None:
+def note_agreed(backend: Ranks, fingerprint: int) -> None:
     """Note that the ranks have agreed on a program."""
     backend.registry.run.add(fingerprint)
 

@@ -34,7 +34,7 @@ from jaxmpi._jit.program import Program, Run, build_program
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
-__all__ = ["EXPECTED", "ComparesBefore", "ComparesInline", "Executor", "Programs"]
+__all__ = ["ERRORS_OF_JAX", "ComparesBefore", "ComparesInline", "Executor", "Programs"]
 
 
 # The programs of a function
@@ -102,11 +102,15 @@ class Programs:
 
 
 # Errors of JAX behind which there may be an error of jaxmpi.
-EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)
+ERRORS_OF_JAX = (jax.errors.JaxRuntimeError, ValueError, TypeError)
 
 
 class Executor(ABC):
     """Runs the programs of one function on several processes.
+
+    `ComparesBefore` runs those of its `Programs`. `ComparesInline` runs `jitted.with_end`, which
+    JAX dispatches in C++; it asks `Programs` only where it needs the program before it runs: at the
+    first call, where the thread changes, and to compare values.
 
     Args:
       backend: the ranks.
@@ -153,7 +157,7 @@ class Executor(ABC):
             self._raise_found(self._numbers, args, kwargs)
         if self._is_first_call:
             program, run, leaves, _ = self._programs.find(args, kwargs)
-            first = program, self._is_unseen(program)
+            first = program, self._must_compile_together(program)
             self._compare_arguments(program, leaves)
             if not program.compared_call:  # it sends nothing, so it may run on one rank alone
                 return run(leaves)[1]
@@ -192,9 +196,9 @@ class Executor(ABC):
             first_call.compare_arguments(self._backend, program, leaves)
         try:
             out = self._run_start(program, partial(compiled, *args, **kwargs))
-            self._note_run(program)
+            self._note_agreed(program)
             return out
-        except EXPECTED as error:
+        except ERRORS_OF_JAX as error:
             self._explain(error, args, kwargs)
             raise
 
@@ -258,11 +262,11 @@ class Executor(ABC):
         if get_ident() != self._turn.unchecked:
             self._turn.take()
 
-    def _is_unseen(self, program: Program) -> bool:
+    def _must_compile_together(self, program: Program) -> bool:
         """Return whether ranks share executables and have not yet agreed on this fingerprint."""
         call = program.compared_call
         return bool(
-            self._jitted.shares and call and not compare.has_run(self._backend, call.fingerprint)
+            self._jitted.shares and call and not compare.has_agreed(self._backend, call.fingerprint)
         )
 
     def _compare_values(
@@ -286,11 +290,11 @@ class Executor(ABC):
 
         return check
 
-    def _note_run(self, program: Program) -> None:
+    def _note_agreed(self, program: Program) -> None:
         """Note that the ranks have agreed on the program."""
         program.forgotten_mean = None
         if program.compared_call:
-            compare.note_run(self._backend, program.compared_call.fingerprint)
+            compare.note_agreed(self._backend, program.compared_call.fingerprint)
 
     def _explain(self, error: Exception, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
         """Raise the error of jaxmpi behind an error of JAX, if there is one.
@@ -353,8 +357,8 @@ class ComparesInline(Executor):
             if jitted.traced_program:
                 program, jitted.traced_program = jitted.traced_program, None
                 jax.block_until_ready(end)
-                self._note_run(program)
-        except EXPECTED as error:
+                self._note_agreed(program)
+        except ERRORS_OF_JAX as error:
             self._explain(error, args, kwargs)
             raise
         return out
@@ -374,7 +378,7 @@ class ComparesInline(Executor):
 
     def _prepare(self, program: Program, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
         """Compare the arguments of a new program, and compile it if ranks share executables."""
-        unseen = self._is_unseen(program)
+        unseen = self._must_compile_together(program)
         self._jitted.announce(program)
         if program.start is not None:
             self._take_the_turn()
@@ -406,7 +410,7 @@ class ComparesInline(Executor):
         assert call is not None
         self._jitted.announce(program)
         compare.check_consistent(self._backend, call, program.signature.details)
-        compare.note_run(self._backend, call.fingerprint)
+        compare.note_agreed(self._backend, call.fingerprint)
         compile_once(self._backend, title, lower)
 
 
@@ -422,14 +426,14 @@ class ComparesBefore(Executor):
         program, run, leaves, scalars = self._programs.find(args, kwargs)
         if not program.compared_call:  # it sends nothing, so it may run on one rank alone
             return run(leaves)[1]
-        unseen = self._is_unseen(program)
+        unseen = self._must_compile_together(program)
         if program.start is not None:
             first_call.compare_arguments(self._backend, program, leaves)
         signature = program.signature
         compare.check_consistent(
             self._backend, signature.call_with(scalars), partial(signature.details, scalars)
         )
-        self._note_run(program)
+        self._note_agreed(program)
         if unseen:
             compile_once(self._backend, self._function.title, partial(program.lower, leaves))
         elif self._jitted.shares and not program.compiled_once:
