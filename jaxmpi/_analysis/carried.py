@@ -2,14 +2,18 @@
 
 A step carries state from an argument to the output of its name. An output is *replicated state* if
 
-1. it depends on the result of a collective, through data and not only through a branch, and
-2. it is equal on all ranks if the state and the numbers among the arguments are, whatever the batch
+1. it depends on the result of a collective, through data and not only through a branch,
+2. that collective has more to reduce than the state itself, such as gradients of a batch, and
+   returns an array, unless the output is a single number, and
+3. it is equal on all ranks if the state and the numbers among the arguments are, whatever the batch
    of each rank.
 
 `p - rate * mean(g)` is replicated state, and so are Adam's moments. Not replicated: a Markov chain,
 the environment or the local model of a rank (no collective, or the rank's own data), a `pmean` of
 local models (equal after the call, whatever it was before), whatever depends on a PRNG key that
-may be the rank's own.
+may be the rank's own. By condition 2, neither is a rank's part of something that the ranks compute
+together: weights of particles that are divided by their sum over all ranks, a domain whose time
+step is the least of all ranks, models that a mean of all models attracts.
 
 What replicated state is computed from must be equal before the step, too, or the ranks differ for
 ever: `p`, and also `rate`. A value counts if it meets the result of a collective on the way there,
@@ -71,35 +75,43 @@ class Origin(NamedTuple):
       direct: those from which there is a way without a collective to the value.
       applied: those that have met the result of a collective on the way, and no reduction since.
       after_mean: whether the value depends on the result of a collective, through data.
+      reduced: the number of elements of the largest such result to which an input contributed that
+        is no state; 0 for none.
     """
 
     direct: int = 0
     applied: int = 0
     after_mean: bool = False
+    reduced: int = 0
 
 
 BOTTOM = Origin()
 
 
-class _Tokens(NamedTuple):
-    """Bits beside those of the inputs.
+class _Bits(NamedTuple):
+    """Sets of inputs, and bits beside those of the inputs.
 
     Attributes:
       rank: the value depends on the rank, whatever the inputs.
       group: it is the result of a collective of groups, which may differ between these.
+      equal: the inputs that are equal on all ranks if these are right.
+      data: the inputs that are no state, such as a batch or a key, and `rank`.
     """
 
     rank: int
     group: int
+    equal: int
+    data: int
 
 
 def _join(values: Sequence[Origin]) -> Origin:
-    direct, applied, after_mean = 0, 0, False
+    direct, applied, after_mean, reduced = 0, 0, False, 0
     for value in values:
         direct |= value.direct
         applied |= value.applied
         after_mean = after_mean or value.after_mean
-    return Origin(direct, applied, after_mean)
+        reduced = max(reduced, value.reduced)
+    return Origin(direct, applied, after_mean, reduced)
 
 
 def _combined(operands: Sequence[Origin]) -> Origin:
@@ -108,13 +120,14 @@ def _combined(operands: Sequence[Origin]) -> Origin:
     An operand meets the result of a collective in another operand. One operand may be such a result
     or an input, as after a branch, and then nothing has met.
     """
-    direct, applied, after_mean = _join(operands)
-    if after_mean:
+    joined = _join(operands)
+    applied = joined.applied
+    if joined.after_mean:
         means = [operand.after_mean for operand in operands]
         for i, operand in enumerate(operands):
             if operand.direct and (any(means[:i]) or any(means[i + 1 :])):
                 applied |= operand.direct
-    return Origin(direct, applied, after_mean)
+    return joined._replace(applied=applied)
 
 
 def _select(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
@@ -137,7 +150,7 @@ def _decided(value: Origin, predicate: Origin) -> Origin:
     decides whether a mean is applied, such as a flag, must be equal on all ranks.
     """
     applied = value.applied | predicate.direct if value.after_mean else value.applied
-    return Origin(value.direct | predicate.direct, applied, value.after_mean)
+    return value._replace(direct=value.direct | predicate.direct, applied=applied)
 
 
 def _is_decision(eqn: JaxprEqn) -> bool:
@@ -145,43 +158,42 @@ def _is_decision(eqn: JaxprEqn) -> bool:
     return all(getattr(v.aval, "dtype", None) == jnp.bool_ for v in eqn.outvars)
 
 
-def _analysis(tokens: _Tokens, must_be_equal: int) -> Analysis[Origin]:
-    """Return the analysis of a program.
-
-    Args:
-      tokens: the bits that are no inputs.
-      must_be_equal: the inputs that are equal on all ranks if these are right.
-    """
+def _analysis(bits: _Bits) -> Analysis[Origin]:
+    """Return the analysis of a program, given its sets of inputs."""
 
     def local(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
         found = _combined(operands)
         if found.after_mean and _is_decision(eqn):
-            found = _join(operands)._replace(after_mean=False)
+            found = _join(operands)._replace(after_mean=False, reduced=0)
         if calls_python(eqn):
-            found = found._replace(direct=found.direct | tokens.rank)
+            found = found._replace(direct=found.direct | bits.rank)
         return [found] * len(eqn.outvars)
 
     def collective(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
         if role(eqn) is not Role.COLLECTIVE:  # over array axes: those of a vmap inside
             return local(eqn, operands)
         operand, op = _combined(operands), op_of(eqn)
-        if op not in (Op.ALLREDUCE, Op.ALL_GATHER):
-            return [Origin(tokens.rank, 0, True)] * len(eqn.outvars)
-        if operand == BOTTOM:  # the number of ranks
+        if operand == BOTTOM and op in (Op.ALLREDUCE, Op.ALL_GATHER):  # the number of ranks
             return [BOTTOM] * len(eqn.outvars)
-        direct = tokens.group if eqn.params.get("axis_index_groups") else 0
-        applied = operand.applied if op is Op.ALL_GATHER else 0
-        return [Origin(direct, applied, True)] * len(eqn.outvars)
+        has_data = operand.reduced > 0 or bool(operand.direct & bits.data)
+        direct, applied = bits.rank, 0
+        if op in (Op.ALLREDUCE, Op.ALL_GATHER):
+            direct = bits.group if eqn.params.get("axis_index_groups") else 0
+            applied = operand.applied if op is Op.ALL_GATHER else 0
+        results: list[Origin] = []
+        for v in eqn.outvars:
+            results.append(Origin(direct, applied, True, v.aval.size if has_data else 0))
+        return results
 
     def index(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
-        return [Origin(tokens.rank if role(eqn) is Role.RANK else 0)]
+        return [Origin(bits.rank if role(eqn) is Role.RANK else 0)]
 
     def mark(eqn: JaxprEqn, operands: list[Origin]) -> list[Origin]:
         (operand,) = operands
         if isinstance(mark_of(eqn), Equal):
-            operand = operand._replace(direct=operand.direct & must_be_equal)
+            operand = operand._replace(direct=operand.direct & bits.equal)
         elif isinstance(mark_of(eqn), Differs):
-            operand = operand._replace(direct=operand.direct | tokens.rank)
+            operand = operand._replace(direct=operand.direct | bits.rank)
         return [operand]
 
     return Analysis(
@@ -229,7 +241,7 @@ def carried_state(
         return None
     inner, _ = _jaxcompat.parts(jaxpr)
     count = len(inner.invars)
-    tokens = _Tokens(rank=1 << count, group=1 << (count + 1))
+    rank, group = 1 << count, 1 << (count + 1)
     # The inputs that are equal on all ranks if these are right: all of the state, the numbers, and
     # what the function has from outside.
     state, numbers, keys, raw_keys = (1 << captured) - 1, 0, 0, 0
@@ -244,7 +256,8 @@ def carried_state(
             raw_keys |= 1 << i
         elif i >= captured and _is_number(v.aval, rows):
             numbers |= 1 << i
-    equal = state | numbers
+    of_step = (state >> captured << captured | numbers) & ~(keys | raw_keys)
+    bits = _Bits(rank, group, equal=state | numbers, data=(2 * rank - 1) & ~of_step)
 
     def visit(
         eqn: JaxprEqn, operands: list[Origin], results: list[Origin], control: Origin
@@ -255,7 +268,7 @@ def carried_state(
             keys |= operands[0].direct & raw_keys
 
     facts = [Origin(1 << i) for i in range(count)]
-    origins = propagate(_analysis(tokens, equal), jaxpr, facts, visit)
+    origins = propagate(_analysis(bits), jaxpr, facts, visit)
     # Only what its next value is computed from is state: gradients that are averaged are not.
     carried = (1 << captured) - 1
     for pair in candidates:
@@ -275,8 +288,10 @@ def carried_state(
         if origin.direct & source and not origin.applied & source:
             continue
         trained |= source
+        if origin.reduced < min(2, inner.outvars[pair.output].aval.size):
+            continue
         others = origin.direct & ~(allowed | keys)
-        if others & ~tokens.group:
+        if others & ~bits.group:
             continue
         if others:
             if not grouped:

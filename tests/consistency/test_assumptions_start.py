@@ -264,7 +264,7 @@ def check_new_program():
     more = {**start(), "c": jnp.ones(2) * (1 + (jaxmpi.rank() == 1))}
 
     def other(params, x):
-        return loss(params, x) + jnp.sum(params["c"] ** 2)
+        return loss(params, x) + jnp.sum((params["c"] * x.mean()) ** 2)
 
     step = jaxmpi.jit(
         lambda p, x: jax.tree.map(
@@ -402,6 +402,52 @@ def coupled_chains(raw):
     return step, ({"key": key, "position": jnp.ones(3) * jaxmpi.rank()}, jnp.ones(()))
 
 
+def weights_of_particles():
+    """Weights of each rank's particles, which add up to 1 over all ranks."""
+
+    def step(weights, x):
+        return weights / jax.lax.psum(weights.sum(), jaxmpi.AXIS), x
+
+    return step, (jnp.arange(1.0, 4.0) + jaxmpi.rank(), jnp.ones(()))
+
+
+def part_of_a_domain():
+    """The explicit Euler method on each rank's cells, at the smallest time step of all ranks."""
+
+    def step(state, widths):
+        u, time = state
+        dt = jax.lax.pmin((widths / (1 + jnp.abs(u))).min(), jaxmpi.AXIS)
+        return u + dt * jnp.sin(u), time + dt
+
+    return step, ((jnp.arange(3.0) + jaxmpi.rank(), jnp.zeros(())), jnp.ones(3))
+
+
+def part_of_a_linear_system():
+    """Conjugate gradients, with a block of the matrix and of the vectors on each rank."""
+
+    def step(state, block):
+        x, residual, direction = state
+        product = block @ direction
+        over_all = lambda a, b: jax.lax.psum(a @ b, jaxmpi.AXIS)
+        alpha = over_all(residual, residual) / over_all(direction, product)
+        new = residual - alpha * product
+        beta = over_all(new, new) / over_all(residual, residual)
+        return x + alpha * direction, new, new + beta * direction
+
+    right = jnp.arange(1.0, 4.0) + jaxmpi.rank()
+    return step, ((jnp.zeros(3), right, right), jnp.diag(right))
+
+
+def attracted_by_the_mean():
+    """Elastic averaging: the mean of all models attracts each of them."""
+
+    def step(params, x):
+        mean = jaxmpi.tree_allreduce(params)
+        return jax.tree.map(lambda p, m: p - 0.1 * (p - m), params, mean), x
+
+    return step, (unequal_start(), jnp.ones(()))
+
+
 def averaged_models():
     """FedAvg by hand: each rank trains its own model, and the models are averaged."""
 
@@ -501,6 +547,10 @@ MAY_DIFFER = {
     "chains": chains,
     "coupled chains": lambda: coupled_chains(False),
     "coupled chains, raw keys": lambda: coupled_chains(True),
+    "weights of particles": weights_of_particles,
+    "part of a domain": part_of_a_domain,
+    "part of a linear system": part_of_a_linear_system,
+    "attracted by the mean": attracted_by_the_mean,
     "averaged models": averaged_models,
     "averaged at each call": averaged_at_each_call,
     "averaged now and then": averaged_now_and_then,
