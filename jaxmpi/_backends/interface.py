@@ -383,8 +383,8 @@ class Processes(Ranks):
     concurrent: bool
 
     @abstractmethod
-    def starting(self) -> AbstractContextManager[ProgramRun]:
-        """Mark this rank as inside a collective while a program starts.
+    def starting(self, program: int) -> AbstractContextManager[ProgramRun]:
+        """Mark this rank as inside a collective while the program with this fingerprint starts.
 
         JAX may run the program to its end before the call returns. Yields the entry of the log to
         which an output is given that tells when the program has ended.

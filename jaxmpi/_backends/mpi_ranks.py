@@ -159,11 +159,11 @@ class MpiRanks(Processes):
     # collectives, and programs
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[ProgramRun]:
-        """Mark this rank as inside a collective while a program starts."""
+    def starting(self, program: int) -> Iterator[ProgramRun]:
+        """Mark this rank as inside a collective while the program with this fingerprint starts."""
         if not self.concurrent:  # no monitor looks at the log
             self.programs.look()
-        run = self.programs.enter(self._comparison.last_fingerprint())
+        run = self.programs.enter(program)
         try:
             with Entered(self):
                 yield run

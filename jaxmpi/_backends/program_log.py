@@ -9,7 +9,7 @@ one order, so program k of one rank is program k of every other.
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -22,21 +22,21 @@ ENTERED, LEFT = 0, 1  # of `ProgramLog.counts`
 class ProgramRun:
     """One run of a program, from the call that starts it until its outputs are ready."""
 
-    __slots__ = ("_end", "_starting", "_weak_end", "fingerprint", "since")
+    __slots__ = ("_end", "_of_user", "_starting", "fingerprint", "since")
 
     def __init__(self, fingerprint: int) -> None:
         self.fingerprint, self.since = fingerprint, time.monotonic()
         self._starting = True  # JAX may run a short program before the call of it returns
         self._end: jax.Array | None = None
-        self._weak_end: weakref.ref[jax.Array] | None = None
+        self._of_user: Sequence[weakref.ref[jax.Array]] = ()
 
     def keep(self, end: jax.Array) -> None:
         """Keep an output that is small and that nobody donates."""
         self._end = end
 
-    def watch(self, output: jax.Array) -> None:
-        """Look at an output of the user's without keeping its memory."""
-        self._weak_end = weakref.ref(output)
+    def watch(self, outputs: Sequence[jax.Array]) -> None:
+        """Look at outputs of the user's without keeping their memory: some may be dropped."""
+        self._of_user = [weakref.ref(output) for output in outputs]
 
     def note_started(self) -> None:
         """Note that the call has returned: from here on the output tells."""
@@ -46,8 +46,10 @@ class ProgramRun:
         """Return whether the program has ended, as far as its output tells."""
         if self._starting:
             return False
-        end = self._weak_end() if self._weak_end is not None else self._end
-        if end is None:  # the call has failed, or the user has dropped the output
+        end = self._end
+        for output in self._of_user:
+            end = end if end is not None else output()
+        if end is None:  # the call has failed, or the user has dropped the outputs
             return True
         try:
             return bool(end.is_ready())  # type: ignore[attr-defined]  # no part of JAX's type

@@ -24,6 +24,7 @@ from jaxmpi._job.process.communicating_thread import ForkedError
 __all__ = [
     "check_consistent",
     "compare_values_again",
+    "continue_after_reports",
     "describe",
     "gather_reports",
     "has_agreed",
@@ -127,7 +128,7 @@ def gather_reports(
       message: in a program, the message that this rank is about to send.
       ranks: the group that exchanges reports; all ranks by default.
     """
-    if not ranks:
+    if not ranks:  # all ranks raise, or call `continue_after_reports`
         backend.registry.mismatches += 1
     details = dict(details)
     in_program = (call.program or call.fingerprint) in backend.registry.programs
@@ -140,6 +141,11 @@ def gather_reports(
     if isinstance(error, RankMismatchError):
         details["found"] = [(error.what, error.advice, error.function, error.leaf, error.ranks)]
     return backend.gather_details(Report(call, details, message), ranks)
+
+
+def continue_after_reports(backend: Ranks) -> None:
+    """Note, on all ranks, that none of them raises an error after `gather_reports`."""
+    backend.registry.mismatches -= 1
 
 
 def uneven_shard(backend: Ranks) -> str:

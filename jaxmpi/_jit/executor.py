@@ -101,6 +101,7 @@ class Programs:
 # Steps of both executors
 
 
+WATCHED_OUTPUTS = 8  # of a program that was compiled ahead of time, to see when it ends
 # Errors of JAX behind which there may be an error of jaxmpi.
 ERRORS_OF_JAX = (jax.errors.JaxRuntimeError, ValueError, TypeError)
 
@@ -255,7 +256,7 @@ class Executor(ABC):
         self._restores = self._backend.registry.restores
         if program.start is not None:
             self._take_the_turn()
-            first_call.compare_arguments(self._backend, program, leaves)
+            first_call.compare_again(self._backend, program, leaves)
 
     def _take_the_turn(self) -> None:
         """Make this thread the one that communicates."""
@@ -439,7 +440,7 @@ class ComparesBefore(Executor):
         elif self._jitted.shares and not program.compiled_once:
             compile_alone(self._backend, self._function.title, program.lower(leaves))
         program.compiled_once = True
-        with self._backend.starting() as log:
+        with self._backend.starting(program.compared_call.fingerprint) as log:
             end, out = run(leaves)
             self._ends[get_ident()] = end  # XLA keeps the order of a thread's programs
             log.keep(end)
@@ -454,11 +455,9 @@ class ComparesBefore(Executor):
             compare.check_consistent(
                 self._backend, program.compared_call, program.signature.details
             )
-            with self._backend.starting() as log:
+            with self._backend.starting(program.compared_call.fingerprint) as log:
                 out = call()
-                # The last one: a loss or the like, and rarely an argument that is passed through.
-                for output in reversed(jax.tree.leaves(out)):
-                    if isinstance(output, jax.Array):
-                        log.watch(output)
-                        break
+                # From the last one: a loss or the like, and rarely an argument that is returned.
+                arrays = [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
+                log.watch(arrays[: -WATCHED_OUTPUTS - 1 : -1])
         return out if self._concurrent else jax.block_until_ready(out)

@@ -22,6 +22,7 @@ from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.interface import Processes
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import (
+    continue_after_reports,
     gather_reports,
     has_compared_values,
     note_compared_values,
@@ -31,10 +32,9 @@ from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Program, Start
-from jaxmpi._job.monitor.neighbor_exchange import At
 from jaxmpi._world import session
 
-__all__ = ["compare", "compare_arguments"]
+__all__ = ["compare", "compare_again", "compare_arguments"]
 
 Checksums = Mapping[str, int]  # of inputs by their names, captured arrays first
 
@@ -57,7 +57,7 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
     call = program.compared_call
     sums: dict[str, int] = {}
     if call and has_compared_values(backend, call.fingerprint):
-        _compare_later(backend, program, leaves)
+        _compare_without_waiting(program, leaves)
     elif call:
         sums = compare_arguments(backend, program, leaves)
     if not program.forgotten_mean and not (program.batch and call):
@@ -117,13 +117,27 @@ def compare_arguments(
             sums[name] = values.checksum(inputs[name])
     # The ranks must agree on the program before they gather checksums of its arguments.
     found = _compare_state(backend, program, call, start, sums)
-    note_compared_values(backend, call.fingerprint)
     if replicated:
         everyone = backend.allgather_object({name: sums[name] for name in replicated})
         _refuse_difference(title, everyone)
     if found is not None:
         raise found.error()
+    note_compared_values(backend, call.fingerprint)
     return sums
+
+
+def compare_again(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
+    """Compare the arguments of a program that the ranks have run, after a restore.
+
+    **Collective:** as `compare_arguments`. Where another function with the same program has been
+    compared since, no rank waits: the monitors compare.
+    """
+    call = program.compared_call
+    assert call is not None
+    if has_compared_values(backend, call.fingerprint):
+        _compare_without_waiting(program, leaves)
+    else:
+        compare_arguments(backend, program, leaves)
 
 
 def _compare_state(
@@ -158,7 +172,10 @@ def _compare_state(
     # All ranks are about to run this program.
     everyone = [dict(report.details["state"]) for report in reports]
     names, ranks = _unequal_state(start, everyone)
-    return Finding("unequal_start", program.function.title, names, ranks) if names else None
+    if not names:  # only keys differ, which they may
+        continue_after_reports(backend)
+        return None
+    return Finding("unequal_start", program.function.title, names, ranks)
 
 
 class _State(NamedTuple):
@@ -170,17 +187,17 @@ class _State(NamedTuple):
     def difference(self, mine: Checksums, theirs: Checksums, rank: int) -> Finding | None:
         """Return the finding for the checksums of this rank and of rank `rank`."""
         names, _ = _unequal_state(self.start, [mine, theirs])
-        return Finding("unequal_start", self.title, names, [rank]) if names else None
+        # Of two ranks that differ, nobody here knows which one differs from the others, too.
+        return Finding("unequal_start", self.title, names) if names else None
 
     def send_last(self) -> None:
         """Do nothing: it is about one call."""
 
 
-def _compare_later(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
-    """Have the monitors compare the state before the first call of another function.
+def _compare_without_waiting(program: Program, leaves: Sequence[Leaf]) -> None:
+    """Send the state's checksums to the neighbors' monitors.
 
-    The ranks have run such a program before, so this may be no first call on some of them: nobody
-    waits.
+    Another rank may have called this function before, so no rank waits.
     """
     exchange, start = session.neighbors(), program.start
     if exchange is None or start is None:
@@ -188,8 +205,8 @@ def _compare_later(backend: Processes, program: Program, leaves: Sequence[Leaf])
     inputs, sums = program.inputs(leaves), {}
     for name in (*start.state, *start.keys, *start.with_equal_keys):
         sums[name] = values.checksum(inputs[name])
-    at = At(exchange.errors, exchange.calls, program.function.title)
-    exchange.add(_State(program.function.title, start), at, sums)
+    title = program.function.title
+    exchange.add(_State(title, start), exchange.next_call(title), sums)
 
 
 def _unequal_state(start: Start, everyone: Sequence[Checksums]) -> tuple[list[str], list[int]]:

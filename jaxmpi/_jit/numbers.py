@@ -4,17 +4,22 @@ Such are a learning rate or a count (`_analysis.carried`). If one rank alone cha
 ranks' parameters drift apart, or with `sharded` the parts of one array train at different rates and
 nothing differs at all.
 
-A program returns its numbers beside its outputs, in the array `end` that tells when it has ended
-(`Numbers.pack`). The executor notes each call's `end` (`NumberWatch`). It reads that of every
-EVERY-th call, once it is ready, and gives it to `_job.monitor.neighbor_exchange`, which compares it
-with the neighbors' without waiting for them. If it differs, each rank raises at its next call.
+A program returns its numbers in an extra output, the array `end`, which is ready when the program
+has ended (`Numbers.pack`). The executor notes the `end` of each call (`NumberWatch`). It samples
+one of every EVERY calls that the ranks make together, the same ones on all ranks. Once a sample is
+ready, it goes to `_job.monitor.neighbor_exchange`, which compares it with the neighbors' without
+waiting for them. If it differs, each rank raises at its next call.
 
     call b      a rank changes a number
-    b + 25      at most; the first call whose numbers are read
-    b + 50      they are sent, and compared with those of the neighbor
-    b + 100     at most; all ranks have been told, and raise
+    b + 25      at most; the first sample with it
+    b + 50      it is sent, and compared with that of the neighbor
+    b + 100     all ranks have been told, and raise
+
+A sample that is not ready at call b + 50, since many programs are under way, is sent as soon as it
+is, and raised as many calls later.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -37,6 +42,8 @@ EVERY = 25  # calls
 # Processors of different kinds round exp, cos and pow differently, and so a schedule.
 TOLERANCE = 1e-4  # of the larger number; and at least TOLERANCE_ULPS
 TOLERANCE_ULPS = 4
+# And a schedule that ends at 0 may end beside it: of the largest value that the number has had.
+TOLERANCE_NEAR_ZERO = 2e-6
 
 
 class Numbers(NamedTuple):
@@ -76,12 +83,21 @@ class Numbers(NamedTuple):
             start += count
         return found
 
-    def difference(self, rank: int, mine: bytes, other: int, theirs: bytes) -> Finding | None:
-        """Return the finding for the numbers of two ranks; None if they agree up to rounding."""
+    def magnitudes(self, packed: bytes) -> list[float]:
+        """Return the absolute values of the numbers in the bytes of an `end`; 0 for NaN."""
+        return [float(np.nan_to_num(np.abs(x), posinf=0)) for x in self.unpack(packed)]
+
+    def difference(
+        self, rank: int, mine: bytes, other: int, theirs: bytes, largest: Sequence[float]
+    ) -> Finding | None:
+        """Return the finding for the numbers of two ranks; None if they agree up to rounding.
+
+        `largest` has the largest magnitude of each number until now.
+        """
         names, lines = [], []
-        pairs = zip(self.unpack(mine), self.unpack(theirs), strict=True)
-        for name, dtype, (a, b) in zip(self.names, self.dtypes, pairs, strict=True):
-            if not _agree(a, b, np.dtype(jnp.dtype(dtype))):
+        pairs = zip(self.unpack(mine), self.unpack(theirs), largest, strict=True)
+        for name, dtype, (a, b, scale) in zip(self.names, self.dtypes, pairs, strict=True):
+            if not _agree(a, b, np.dtype(jnp.dtype(dtype)), scale):
                 names.append(name)
                 lines.append(f"{a!s} on rank {rank} and {b!s} on rank {other}")
         if not names:
@@ -107,12 +123,17 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
 
 
-def _agree(a: np.generic, b: np.generic, dtype: np.dtype) -> bool:
-    """Return whether two numbers, which were of a dtype, are equal up to rounding."""
+def _agree(a: np.generic, b: np.generic, dtype: np.dtype, scale: float) -> bool:
+    """Return whether two numbers of a dtype and a magnitude are equal up to rounding."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return bool(a == b)
     relative = max(TOLERANCE, TOLERANCE_ULPS * float(jnp.finfo(dtype).eps))
-    return bool(np.isclose(a, b, rtol=relative, atol=0, equal_nan=True))
+    return bool(np.isclose(a, b, rtol=relative, atol=TOLERANCE_NEAR_ZERO * scale, equal_nan=True))
+
+
+def _tag_of(packed: bytes) -> int:
+    """Return the tag of the numbers in the bytes of an `end`."""
+    return int(np.frombuffer(packed, np.uint32)[0])
 
 
 def _is_ready(x: jax.Array) -> bool:
@@ -128,62 +149,84 @@ def _has_failed(x: jax.Array) -> bool:
     return False
 
 
+class Sample(NamedTuple):
+    """A call whose numbers are compared.
+
+    Attributes:
+      errors, call: as in `At`.
+      end: the array that has the numbers.
+    """
+
+    errors: int
+    call: int
+    end: jax.Array
+
+
 class NumberWatch:
     """The numbers of one step's calls: a `Stream` of the exchange."""
 
     def __init__(self, backend: Processes, title: str, exchange: NeighborExchange) -> None:
         self._backend, self._title, self._exchange = backend, title, exchange
-        self._calls, self._due = 0, 1  # the calls so far, and the one at which to do something
-        # Errors and calls of the exchange, and `end`: of the last call, and of one to compare
-        self._last: tuple[int, int, jax.Array] | None = None
-        self._kept: tuple[int, int, jax.Array] | None = None
+        self._last: Sample | None = None  # of the last call
+        self._samples: deque[Sample] = deque()  # that are to be sent
+        self._sampled = -1, 0  # errors and calls of the exchange at the last sample
+        self._is_late = False  # whether a sample was not ready when it was due
+        self._largest: dict[int, list[float]] = {}  # magnitudes of numbers, by their tag
 
     def note(self, end: jax.Array) -> None:
-        """Note the `end` of a call; it has no axis if the program has no collective."""
-        if not end.ndim:
-            return
+        """Note the `end` of a call; it has no axis if the program compares nothing."""
         exchange = self._exchange
-        exchange.count(partial(_has_failed, end))
-        self._calls += 1
-        self._last = exchange.errors, exchange.calls, end
-        if self._calls >= self._due:
-            self._exchange_numbers()
-
-    def _exchange_numbers(self) -> None:
-        """Send the numbers of the call that was kept, and keep this one."""
-        if self._kept is None:
-            self._exchange.watch(self)
-        elif not _is_ready(self._kept[2]):  # many programs are under way: look again
-            self._due = self._calls + 1
+        if not end.ndim or not exchange.count(partial(_has_failed, end)):
             return
-        else:
-            self._add(*self._kept)
-        self._kept = self._last
-        self._due = self._calls + EVERY
-        self._exchange.poll()
+        self._last = Sample(exchange.errors, exchange.calls, end)
+        errors, call = self._sampled
+        is_due = errors != exchange.errors or exchange.calls >= call + EVERY
+        if is_due or self._is_late:
+            self._send_ready()
+        if is_due:
+            if errors < 0:
+                exchange.watch(self)
+            self._samples.append(self._last)
+            self._sampled = exchange.errors, exchange.calls
+            exchange.poll()
+
+    def _send_ready(self) -> None:
+        """Send the samples whose programs have ended."""
+        while self._samples and _is_ready(self._samples[0].end):
+            self._send(self._samples.popleft())
+        self._is_late = bool(self._samples)
 
     def send_last(self) -> None:
-        """Compare the last call, and the one that is still kept."""
-        if self._kept is not None and self._kept is not self._last:
-            self._add(*self._kept)
-        if self._last is not None:
-            self._add(*self._last)
-        self._kept = self._last = None
+        """Send the samples that are left, and the last call."""
+        is_queued = bool(self._samples) and self._samples[-1] is self._last
+        if self._last is not None and not is_queued:
+            self._samples.append(self._last)
+        while self._samples:
+            self._send(self._samples.popleft())
+        self._last = None
 
-    def _add(self, errors: int, call: int, end: jax.Array) -> None:
+    def _send(self, sample: Sample) -> None:
         try:
-            numbers = np.asarray(self._backend.transport.arrays.local(end)).tobytes()
+            packed = np.asarray(self._backend.transport.arrays.local(sample.end)).tobytes()
         except jax.errors.JaxRuntimeError:  # the program has failed
             return
-        self._exchange.add(self, At(errors, call), numbers)
+        tag = _tag_of(packed)
+        numbers = self._backend.registry.numbers.get(tag)
+        if isinstance(numbers, Numbers):
+            now = numbers.magnitudes(packed)
+            before = self._largest.get(tag, now)
+            self._largest[tag] = [max(pair) for pair in zip(before, now, strict=True)]
+        self._exchange.add(self, At(sample.errors, sample.call), packed)
 
     def difference(self, mine: bytes, theirs: bytes, rank: int) -> Finding | None:
         """Return the finding for numbers of this rank and of rank `rank`; None if they agree."""
-        numbers = self._backend.registry.numbers.get(int(np.frombuffer(mine, np.uint32)[0]))
+        tag = _tag_of(mine)
+        numbers = self._backend.registry.numbers.get(tag)
         # The ranks' programs may differ in what is local.
-        if not isinstance(numbers, Numbers) or mine[:4] != theirs[:4]:
+        if not isinstance(numbers, Numbers) or tag != _tag_of(theirs):
             return None
-        return numbers.difference(self._backend.place.rank, mine, rank, theirs)
+        here = self._backend.place.rank
+        return numbers.difference(here, mine, rank, theirs, self._largest[tag])
 
     def raise_found(self) -> None:
         """Raise what was found, on all ranks: those that are in a collective raise there.

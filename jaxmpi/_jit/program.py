@@ -399,19 +399,20 @@ def _compared_inputs(
         return None, None
     carried = found.carried or CarriedState((), (), (), ())
     names = [*map(_outside, range(captured)), *arguments]
-    start, numbers = None, None
+    start = None
     if is_checked("unequal_start", function.allowed):
         start = Start(
             tuple(names[i] for i in carried.state),
             tuple(names[i] for i in carried.keys),
             tuple(names[i] for i in carried.with_equal_keys),
         )
-    if is_checked("unequal_number", function.allowed):
-        indices = tuple(i - captured for i in carried.numbers)
-        numbers = Numbers(
-            function.title,
-            indices,
-            tuple(arguments[i].rpartition(": ")[0] for i in indices),
-            tuple(avals[i].dtype.name for i in indices),
-        )
+    # Without numbers, `end` still tells that the call counts.
+    checked = carried.numbers if is_checked("unequal_number", function.allowed) else ()
+    indices = tuple(i - captured for i in checked)
+    numbers = Numbers(
+        function.title,
+        indices,
+        tuple(arguments[i].rpartition(": ")[0] for i in indices),
+        tuple(avals[i].dtype.name for i in indices),
+    )
     return start, numbers

@@ -386,7 +386,7 @@ def test_numbers_of_each_dtype_come_back():
     packed = np.asarray(jax.jit(numbers.pack)(leaves)).tobytes()
     for found, (dtype, value) in zip(numbers.unpack(packed), NUMBERS, strict=True):
         assert found == (np.float32(value) if dtype == "float32" else value), dtype
-    assert numbers.difference(0, packed, 1, packed) is None
+    assert numbers.difference(0, packed, 1, packed, numbers.magnitudes(packed)) is None
 
 
 def test_numbers_may_differ_by_rounding_and_no_more():
@@ -395,10 +395,17 @@ def test_numbers_may_differ_by_rounding_and_no_more():
     def packed(rate, count):
         return np.asarray(numbers.pack([jnp.float32(rate), jnp.int32(count)])).tobytes()
 
+    def difference(mine, other, theirs, largest=(0.1, 1e6)):
+        return numbers.difference(0, mine, other, theirs, largest)
+
     one = packed(0.1, 1_000_000)
-    assert numbers.difference(0, one, 1, packed(0.1 + 1e-7, 1_000_000)) is None
-    assert numbers.difference(0, one, 1, packed(0.1, 1_000_001)).leaves == ["count"]
-    found = numbers.difference(0, one, 2, packed(0.09, 1_000_000))
+    assert difference(one, 1, packed(0.1 + 1e-7, 1_000_000)) is None
+    assert difference(one, 1, packed(0.1, 1_000_001)).leaves == ["count"]
+    found = difference(one, 2, packed(0.09, 1_000_000))
     assert found.leaves == ["rate"] and "0.1 on rank 0 and 0.09 on rank 2" in found.warning()
-    assert numbers.difference(0, packed(np.nan, 1), 1, packed(np.nan, 1)) is None
-    assert numbers.difference(0, packed(np.nan, 1), 1, packed(0.1, 1)).leaves == ["rate"]
+    assert difference(packed(np.nan, 1), 1, packed(np.nan, 1)) is None
+    assert difference(packed(np.nan, 1), 1, packed(0.1, 1)).leaves == ["rate"]
+    # a schedule that ends at 0, or beside it
+    assert difference(packed(0.0, 1), 1, packed(1e-8, 1)) is None
+    assert difference(packed(0.0, 1), 1, packed(1e-8, 1), (1e-3, 1)).leaves == ["rate"]
+    assert difference(packed(1e-8, 1), 1, packed(2e-8, 1), (2e-8, 1)).leaves == ["rate"]

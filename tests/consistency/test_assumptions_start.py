@@ -306,10 +306,9 @@ def test_state_of_another_function_with_such_a_program_is_compared():
     run(tx, start())
     params, step = unequal_start(), jaxmpi.jit(plain(tx))
     state = tx.init(params)
-    who = "rank 1 has" if jaxmpi.size() == 2 else "rank 2 has"
     # A program that is under way when another rank raises fails: JAX raises where it is read.
     errors = jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError
-    with pytest.raises(errors, match=START.format(W, who)):
+    with pytest.raises(errors, match=START.format(W, "some rank has")):
         for _ in range(1000):
             params, state, _ = jax.block_until_ready(step(params, state, batch()))
             time.sleep(0.001)

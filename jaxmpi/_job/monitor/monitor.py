@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,6 +116,7 @@ class Monitor:
         self.samples = 0
         self._prints: Counter[tuple[str, int, str]] = Counter()  # calls, by place and thread
         self._sending = threading.Lock()
+        self._arrived: list[tuple[int, tuple[str, Any]]] = []  # messages that no thread has handled
         self._failed: list[Callable[..., object]] = []  # whose defect has been reported
         self._leaving = threading.Event()
         self._left: tuple[int, int] | None = None  # a rank that left, and its collectives
@@ -157,11 +158,21 @@ class Monitor:
             if rank != self.backend.place.rank:
                 self.send(rank, topic, message)
 
-    def poll(self) -> None:
-        """Handle the messages that have arrived."""
+    def poll(self, topics: Collection[str] = ()) -> None:
+        """Handle the messages that have arrived.
+
+        Another thread than the monitor's names the topics that it handles. What handles the others
+        may rely on the monitor's thread, which calls it later.
+        """
         with self._sending:
-            arrived = self.backend.receive()
-        for rank, (topic, message) in arrived:
+            self._arrived += self.backend.receive()
+            chosen: list[tuple[int, tuple[str, Any]]] = []
+            left: list[tuple[int, tuple[str, Any]]] = []
+            for arrived in self._arrived:
+                topic, _ = arrived[1]
+                (chosen if not topics or topic in topics else left).append(arrived)
+            self._arrived = left
+        for rank, (topic, message) in chosen:
             if topic in self.topics:
                 self._call(self.topics[topic], rank, message)
 
@@ -184,7 +195,7 @@ class Monitor:
             return
         self.rounds.add(0, key, text)
         while self.rounds.pending(key):
-            self.poll()
+            self.poll(("print",))
             time.sleep(0.001)
         self.rounds.flush()
 

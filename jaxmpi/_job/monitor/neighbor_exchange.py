@@ -10,6 +10,7 @@ the error at its next call (`_jit.numbers`), or ends the job at the end of its s
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxmpi._consistency.findings import Finding
@@ -20,15 +21,15 @@ __all__ = ["At", "NeighborExchange", "Stream"]
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_KEPT = 64  # calls whose values only one side has, and streams whose last call is compared
+MAX_KEPT = 256  # calls whose values only one side has, and streams whose last call is compared
 
 
 class At(NamedTuple):
     """A call of a program with collectives, which all ranks make in one order.
 
     Attributes:
-      errors: the number of mismatches before, which all ranks have reported to each other.
-      call: the number of calls since then.
+      errors: the number of mismatches that all ranks have raised so far.
+      call: the number of calls since the last of them.
       subject: the values of the call.
     """
 
@@ -50,6 +51,9 @@ class Stream(Protocol):
 class NeighborExchange:
     """This rank's part in the comparison.
 
+    A rank that leaves only records a finding; `_unraised` ends the job once all ranks have come to
+    their ends.
+
     Attributes:
       calls, errors: as in `At`.
       found: what was found and not yet raised on this rank.
@@ -58,7 +62,7 @@ class NeighborExchange:
     def __init__(self, monitor: Monitor) -> None:
         self.calls = self.errors = 0
         self.found: list[Finding] = []
-        self.poll = monitor.poll
+        self.poll = partial(monitor.poll, ("neighbor", "neighbors differ"))
         self._monitor, self._registry = monitor, monitor.backend.registry
         self._rank, self._size = monitor.backend.place.rank, monitor.backend.place.size
         self._lock = threading.Lock()
@@ -112,19 +116,26 @@ class NeighborExchange:
             if at.errors == self._registry.mismatches and finding not in self.found:
                 self.found.append(finding)
 
-    def count(self, has_failed: Callable[[], bool]) -> None:
-        """Count a call of a program with collectives.
+    def count(self, has_failed: Callable[[], bool]) -> bool:
+        """Count a call of a program with collectives, and return whether it counts.
+
+        After a mismatch all ranks restart the count. A rank with programs under way may see further
+        calls fail by the same mismatch; those do not count.
 
         Args:
           has_failed: waits for the program, and returns whether it has failed.
         """
         if self.errors != self._registry.mismatches:
-            # The ranks begin to count again after a mismatch. On a rank whose programs are under
-            # way for long, some more calls fail by it, which others do not make.
             if has_failed():
-                return
+                return False
             self.errors, self.calls = self._registry.mismatches, 0
         self.calls += 1
+        return True
+
+    def next_call(self, subject: str) -> At:
+        """Return the place in time of what is compared before the next call."""
+        mismatches = self._registry.mismatches
+        return At(mismatches, self.calls if self.errors == mismatches else 0, subject)
 
     def take(self) -> Finding | None:
         """Return a finding for this rank to raise, once."""

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmpi._backends.program_log import ENTERED
+from jaxmpi._backends.program_log import ENTERED, LEFT
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.activity import Activity, Stand, Standing
 from jaxmpi._job.monitor.flight_recorder import Recorder
@@ -128,7 +128,8 @@ class Watchdog:
         self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._stall_seconds, self._end_seconds = settings.limits()
         self._activity = Activity(monitor.backend)
-        self._progress = (0, False)  # collectives entered, and whether inside the last one
+        # collectives entered and programs left, and whether inside the last collective
+        self._progress = (0, False)
         self._since = time.monotonic()  # of the last change of the number
         # Seconds between the looks at which the number had changed.
         self._usual_seconds: deque[float] = deque(maxlen=USUAL_COLLECTIVES)
@@ -145,7 +146,9 @@ class Watchdog:
         """Look whether this rank still waits in the same collective; ten times a second."""
         self._backend.programs.look()
         self._activity.look()
-        progress, now = self._backend.progress(), time.monotonic()
+        entered, inside = self._backend.progress()
+        # A rank that waits for the last of many programs gets on while these end.
+        progress, now = (entered + self._backend.programs.counts[LEFT], inside), time.monotonic()
 
         # It goes on: this wait is over. Outside of collectives nothing is waited for.
         if progress != self._progress or not progress[1]:

@@ -168,7 +168,7 @@ def test_a_program_is_left_when_its_output_is_ready():
 def test_an_output_of_the_users_is_not_kept():
     log, output = ProgramLog(), Output()
     run = log.enter(1)
-    run.watch(output)
+    run.watch([output])
     run.note_started()
     assert log.inside()
     del output
