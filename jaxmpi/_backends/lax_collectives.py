@@ -103,19 +103,11 @@ def _alltoall(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
     return lax.all_to_all(varying, axis, 0, 0, axis_index_groups=call.groups or None)
 
 
-def _allgather(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
-    groups = call.groups or None
-    if x.dtype != jnp.float16:
-        return lax.all_gather(x, axis, axis_index_groups=groups)
-    # XLA's collectives over MPI do not know the type; it is only moved
-    bits = lax.bitcast_convert_type(x, jnp.uint16)
-    gathered = lax.all_gather(bits, axis, axis_index_groups=groups)
-    return lax.bitcast_convert_type(gathered, jnp.float16)
-
-
 _ONE: dict[str, Callable[[Collective, jax.Array, Axis], jax.Array]] = {
     "bcast": lambda call, x, axis: bcast_p.bind(x, root=call.root, axis_name=axis),
-    "allgather": _allgather,
+    "allgather": lambda call, x, axis: lax.all_gather(
+        x, axis, axis_index_groups=call.groups or None
+    ),
     "reduce_scatter": _reduce_scatter,
     "alltoall": _alltoall,
     "permute": _permute,
@@ -250,8 +242,14 @@ def run_packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _fits(dtype: np.dtype) -> bool:
-    """Return whether XLA's collectives can take a dtype."""
-    return not is_sub_byte(dtype)
+    """Return whether XLA's collectives can take a dtype.
+
+    Those on CPUs over MPI take no float16, and XLA makes float16 of the floats of 8 bits.
+    """
+    if is_sub_byte(dtype):
+        return False
+    is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return not is_short or dtype == jnp.bfloat16 or jax.default_backend() != "cpu"
 
 
 def _packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
