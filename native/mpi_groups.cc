@@ -23,14 +23,15 @@ constexpr const char* kSharedMemory = "/dev/shm";
 // collective over all ranks, and a group is made by its members only. All ranks of a group, and all
 // runs of a job, must use the same ones, because they decide in which order sums are formed.
 //
-// Within a node: 4 chunks of 256 KiB of each rank's thread, which stay in its cores' caches.
+// Within a node: 4 chunks of 256 KiB for each thread of a rank, about as much as a core's L2 cache
+// holds.
 constexpr int64_t kNodeChunkBytes = 1 << 18;
 constexpr int kNodeChunks = 4;
 // Between nodes: 16 chunks of at most 512 KiB are in transit or being reduced, enough to keep a
 // network busy whose rate times latency is some megabytes.
 constexpr int64_t kMostChunkBytes = 1 << 19;
 constexpr int kChunks = 16;
-// More than 4 threads of a rank copy no faster: the memory is the limit.
+// Of a rank, which share a large message within a node: half of its cores, and at most 4.
 constexpr int kMostThreads = 4;
 // Up to 32 KiB, a message is sent together with its fingerprint. Up to 8 nodes, each sends to each;
 // above, there are ceil(log2(nodes)) rounds.
