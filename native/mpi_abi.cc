@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -42,24 +43,37 @@ const char* name_of(const Named<Enum> (&table)[count], Enum value) {
 }
 
 // From MPI_Init on. Never destroyed: a program may still run when Python ends.
-Job* job = nullptr;
+std::atomic<Job*> job = nullptr;
 std::once_flag began;
+std::atomic<bool> joined = false;  // whether the ranks know each other
 pid_t process = 0;                 // that has called MPI_Init
 std::atomic<bool> lost = false;    // whether another rank has ended in a collective
 thread_local std::string failure;  // the last one of this thread
 
+// Return "rank 2", by the launcher's variables before MPI has started, or "a rank".
+std::string name_of_rank() {
+  if (const Job* known = job) return "rank " + std::to_string(known->rank());
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"}) {
+    if (const char* rank = std::getenv(name)) return std::string("rank ") + rank;
+  }
+  return "a rank";
+}
+
 void say(const std::string& text) {
-  const std::string rank = job ? "rank " + std::to_string(job->rank()) + " " : "";
-  const std::string line = "jaxmpi: " + rank + text + "\n";
+  const std::string line = "jaxmpi: " + name_of_rank() + " " + text + "\n";
   std::fwrite(line.data(), 1, line.size(), stderr);
   std::fflush(stderr);
+}
+
+[[noreturn]] void abort_job(int code) {
+  if (const Job* known = job) known->abort(code);
+  std::_Exit(code);  // MPI has not started; the launcher ends the other ranks
 }
 
 // XLA ignores the codes of some functions. What fails there ends the job.
 [[noreturn]] void die(const std::string& text) {
   say(text);
-  if (job) job->abort(kFailed);
-  std::_Exit(kFailed);
+  abort_job(kFailed);
 }
 
 std::string list(const std::vector<int>& ranks) {
@@ -70,10 +84,11 @@ std::string list(const std::vector<int>& ranks) {
 }
 
 Job& running() {
-  if (!job) throw std::runtime_error("MPI_Init has not been called");
+  Job* const known = job;
+  if (!known) throw std::runtime_error("MPI_Init has not been called");
   if (getpid() != process)
     throw std::runtime_error("a forked child of a rank cannot communicate: use spawn");
-  return *job;
+  return *known;
 }
 
 Group& group_of(Number comm) {
@@ -118,18 +133,20 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   };
   const auto missing = [&group] {
     std::vector<int> ranks;
-    for (int member : group.transport->behind()) ranks.push_back(group.members[member]);
+    for (int member : group.transport->missing_ranks()) ranks.push_back(group.members[member]);
     return ranks.empty() ? std::string() : "it waits for " + list(ranks);
   };
   const int offset =
-      operation.dest < 0 ? 0 : (operation.dest - group.me + group.size()) % group.size();
+      operation.dest < 0 ? 0 : (operation.dest - group.rank + group.size()) % group.size();
   uint64_t fingerprint =
       mix(static_cast<uint64_t>(operation.kind), static_cast<uint64_t>(array.type));
   fingerprint = mix(fingerprint, static_cast<uint64_t>(operation.op));
   fingerprint = mix(fingerprint, static_cast<uint64_t>(array.columns));
   fingerprint = mix(fingerprint, static_cast<uint64_t>(offset));
+  // The wait begins with the turn: before, the transport's counters are those of the message of
+  // another thread, which reports it itself.
+  const std::lock_guard turn(group.mutex);
   const Wait wait(describe, missing);
-  const std::lock_guard turn(group.turn);
   std::vector<Array> arrays;
   if (array.columns) arrays.push_back(array);
   try {
@@ -155,26 +172,49 @@ bool alone(const Group& group, const Array& array) {
   return true;
 }
 
+// Return the processes of devices, if each has one device; else, nothing.
+std::vector<int> processes_of(const std::vector<int32_t>& devices) {
+  std::vector<int> processes;
+  for (int32_t device : devices) {
+    if (device % kDevicesOfProcess != 0) return {};
+    processes.push_back(static_cast<int>(device / kDevicesOfProcess));
+  }
+  return processes;
+}
+
 // Return the ranks of the communicator that XLA is about to make; end the job where they are not
 // to be found.
 std::vector<int> members_of(int color, int key, const void* caller) {
-  const std::vector<int32_t> devices = find_clique(color, key, caller);
+  Job& job = running();
   const std::string advice = " Set JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo.";
-  if (devices.empty())
+  const auto found = find_cliques(color, key, caller);
+  if (found.empty())
     die("does not find which devices communicate in this jaxlib, which jaxmpi does not know." +
         advice);
-  std::vector<int> members;
-  for (int32_t device : devices) {
-    if (device % kDevicesOfProcess != 0 || device / kDevicesOfProcess >= job->size())
-      die("has more than one CPU device, and JAX's collectives over MPI take one a process. Leave "
-          "out jax_num_cpu_devices and --xla_force_host_platform_device_count: each rank is a "
-          "device.");
-    members.push_back(static_cast<int>(device / kDevicesOfProcess));
+  // This process asks, so its own device is at its place in the clique.
+  const auto process_at = [&](const std::vector<int32_t>& devices) {
+    return static_cast<int>(devices[static_cast<size_t>(key)] / kDevicesOfProcess);
+  };
+  std::vector<std::vector<int32_t>> own;
+  for (const auto& devices : found) {
+    if (process_at(devices) == job.rank()) own.push_back(devices);
   }
-  if (members[static_cast<size_t>(key)] != job->rank())
-    die("is process " + std::to_string(members[static_cast<size_t>(key)]) +
+  if (own.empty())
+    die("is process " + std::to_string(process_at(found.front())) +
         " for JAX, and the two must be the same number. Call jax.distributed.initialize with "
         "process_id=rank, or without arguments.");
+  const auto* devices = choose_clique(own, [&](const std::vector<int32_t>& devices) {
+    const std::vector<int> processes = processes_of(devices);
+    return !processes.empty() && job.has_users(processes);
+  });
+  if (!devices)
+    die("cannot tell which of " + std::to_string(own.size()) + " sets of devices communicate: " +
+        list(processes_of(own[0])) + ", or " + list(processes_of(own[1])) + "." + advice);
+  const std::vector<int> members = processes_of(*devices);
+  if (members.empty() || *std::max_element(members.begin(), members.end()) >= job.size())
+    die("has more than one CPU device, and JAX's collectives over MPI take one a process. Leave "
+        "out jax_num_cpu_devices and --xla_force_host_platform_device_count: each rank is a "
+        "device.");
   return members;
 }
 
@@ -192,7 +232,7 @@ Number start(Number comm, bool sends, int other, int count, Start start) {
   Group& group = group_of(comm);
   auto message = std::make_unique<Message>(
       Message{&group, sends, group.members.at(static_cast<size_t>(other)), checked(count), {}});
-  start(running().library(), group.messages, message->request);
+  start(running().library(), group.point_to_point, message->request);
   return reinterpret_cast<Number>(message.release());
 }
 
@@ -256,7 +296,7 @@ void end_job(int code) {
   // The launcher names the rank that has ended first, unless this one is faster.
   if (lost) std::this_thread::sleep_for(kLauncherTime);
   say("ends the job, with code " + std::to_string(code) + ".");
-  job->abort(code);
+  abort_job(code);
 }
 
 void install_hooks() {
@@ -276,27 +316,38 @@ void install_hooks() {
 
 // At the end of the process, after Python's. A forked child has no part in it.
 void at_exit(int code, void*) {
-  if (!job || getpid() != process) return;
+  const Job* known = job;
+  if (!known || getpid() != process) return;
   int over = 0;
-  if (job->library().finalized(&over) != 0 || over) return;
-  if (code != 0) job->abort(code);
-  job->library().finalize();
+  if (known->library().finalized(&over) != 0 || over) return;
+  if (code != 0) known->abort(code);
+  known->library().finalize();
 }
 
 void begin() {
   std::call_once(began, [] {
     process = getpid();
+    // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
+    watch_waits(say, [] { abort_job(kFailed); });
     try {
       if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
-      job = new Job;
+      const Wait wait([] { return std::string("the start of JAX's collectives over MPI"); },
+                      [] {
+                        return std::string(
+                            "all ranks of the job must call jax.distributed.initialize() and ask "
+                            "for devices");
+                      });
+      Job* const made = new Job;
+      job = made;
+      made->join();
     } catch (const std::exception& error) {
-      die(std::string("JAX's collectives over MPI cannot start: ") + error.what());
+      die(std::string("cannot start JAX's collectives over MPI: ") + error.what());
     }
-    if (job->started_mpi()) {
+    joined = true;
+    if (running().started_mpi()) {
       on_exit(at_exit, nullptr);
       install_hooks();
     }
-    watch_waits(say, [] { job->abort(kFailed); });
   });
 }
 
@@ -350,7 +401,7 @@ int MPIABI_Init_thread(int*, char***, int, int* provided) {
 }
 
 int MPIABI_Initialized(int* flag) {
-  *flag = job != nullptr;
+  *flag = joined;
   return 0;
 }
 
@@ -369,7 +420,7 @@ int MPIABI_Is_thread_main(int* flag) {
 }
 
 int MPIABI_Comm_rank(Number comm, int* rank) {
-  return reported([&] { *rank = comm == kWorld ? running().rank() : group_of(comm).me; });
+  return reported([&] { *rank = comm == kWorld ? running().rank() : group_of(comm).rank; });
 }
 
 int MPIABI_Comm_size(Number comm, int* size) {
@@ -381,7 +432,9 @@ int MPIABI_Comm_split(Number, int color, int key, Number* comm) {
     const std::vector<int> members = members_of(color, key, __builtin_return_address(0));
     const Wait wait([&] { return "the making of a communicator of " + list(members); },
                     [] { return std::string(); });
-    *comm = reinterpret_cast<Number>(&running().group(members));
+    Group& group = running().group(members);
+    ++group.users;
+    *comm = reinterpret_cast<Number>(&group);
   } catch (const std::exception& error) {
     die(std::string("cannot make a communicator: ") + error.what());
   }
@@ -389,7 +442,9 @@ int MPIABI_Comm_split(Number, int color, int key, Number* comm) {
 }
 
 // A group stays: XLA makes a communicator of the same ranks again for a new client.
-int MPIABI_Comm_free(Number*) { return 0; }
+int MPIABI_Comm_free(Number* comm) {
+  return reported([&] { --group_of(*comm).users; });
+}
 
 int MPIABI_Allreduce(const void* in, void* out, int count, Number type, Number op, Number comm) {
   return reported([&] {
@@ -460,10 +515,7 @@ int MPIABI_Waitall(int count, Number* requests, void*) {
   });
 }
 
-int MPIABI_Abort(Number, int code) {
-  if (job) job->abort(code);
-  std::_Exit(code);
-}
+int MPIABI_Abort(Number, int code) { abort_job(code); }
 
 int MPIABI_Error_string(int, char* text, int* length) {
   *length = std::snprintf(text, kErrorBytes, "%s", failure.c_str());

@@ -12,7 +12,8 @@
 
 namespace jaxmpi::mpi {
 
-// A constant. MPItrampoline reads it as a number, a pointer or an int, once.
+// Storage of one MPI constant. MPItrampoline reads its first word once, as an integer or as a
+// pointer, depending on the constant.
 struct Constant {
   uintptr_t value, rest;
 };

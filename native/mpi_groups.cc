@@ -18,10 +18,25 @@ namespace jaxmpi::mpi {
 namespace {
 
 constexpr const char* kSharedMemory = "/dev/shm";
-// As jaxmpi/_backends/tuning.py has them for a transport without a probe of the network.
-constexpr int64_t kNodeChunkBytes = 1 << 18, kMostChunkBytes = 1 << 19;
-constexpr int kNodeChunks = 4, kChunks = 16, kMostThreads = 4;
+
+// The sizes of messages. They are fixed, as the network is not measured here: a measurement is
+// collective over all ranks, and a group is made by its members only. All ranks of a group, and all
+// runs of a job, must use the same ones, because they decide in which order sums are formed.
+//
+// Within a node: 4 chunks of 256 KiB for each thread of a rank, about as much as a core's L2 cache
+// holds.
+constexpr int64_t kNodeChunkBytes = 1 << 18;
+constexpr int kNodeChunks = 4;
+// Between nodes: 16 chunks of at most 512 KiB are in transit or being reduced, enough to keep a
+// network busy whose rate times latency is some megabytes.
+constexpr int64_t kMostChunkBytes = 1 << 19;
+constexpr int kChunks = 16;
+// Of a rank, which share a large message within a node: half of its cores, and at most 4.
+constexpr int kMostThreads = 4;
+// Up to 32 KiB, a message is sent together with its fingerprint. Up to 8 nodes, each sends to each;
+// above, there are ceil(log2(nodes)) rounds.
 constexpr Tuning kTuning = {1 << 15, 8};
+
 constexpr int kTags = 16000;  // MPI allows at least 32767
 
 uint64_t hash(const void* data, size_t bytes, uint64_t seed = 0xcbf29ce484222325) {
@@ -31,12 +46,12 @@ uint64_t hash(const void* data, size_t bytes, uint64_t seed = 0xcbf29ce484222325
 }
 
 // What a rank tells the others of the place where it runs.
-struct Where {
+struct NodeInfo {
   uint64_t node;  // equal on ranks that can share memory
   cpu_set_t cores;
 };
 
-Where where_am_i(int rank) {
+NodeInfo node_info(int rank) {
   utsname host = {};
   uname(&host);
   uint64_t node = hash(host.nodename, std::strlen(host.nodename));
@@ -53,13 +68,12 @@ Where where_am_i(int rank) {
     const int number = rank / each;
     node = hash(&number, sizeof number, node);
   }
-  Where where = {node, {}};
-  sched_getaffinity(0, sizeof where.cores, &where.cores);
-  return where;
+  NodeInfo info = {node, {}};
+  sched_getaffinity(0, sizeof info.cores, &info.cores);
+  return info;
 }
 
-// What the ranks of a node tell each other of their memory: the name of the file, and why there is
-// none.
+// Sent between the ranks of a node: the shared file's path, or the error that prevented it.
 struct Memory {
   char path[64] = {};
   char failure[192] = {};
@@ -97,13 +111,14 @@ Job::Job() : library_(open_library()) {
         "MPI runs without MPI_THREAD_MULTIPLE, and XLA communicates on several threads. Start it "
         "with this level, or leave it to jaxmpi to start MPI.");
   }
-  int size = 0;
-  check(library_, library_.comm_dup(library_.world, &world_), "MPI_Comm_dup");
-  check(library_, library_.comm_rank(world_, &rank_), "MPI_Comm_rank");
-  check(library_, library_.comm_size(world_, &size), "MPI_Comm_size");
+  check(library_, library_.comm_rank(library_.world, &rank_), "MPI_Comm_rank");
+  check(library_, library_.comm_size(library_.world, &size_), "MPI_Comm_size");
+}
 
-  const Where mine = where_am_i(rank_);
-  std::vector<Where> all(static_cast<size_t>(size));
+void Job::join() {
+  check(library_, library_.comm_dup(library_.world, &world_), "MPI_Comm_dup");
+  const NodeInfo mine = node_info(rank_);
+  std::vector<NodeInfo> all(static_cast<size_t>(size_));
   check(library_,
         library_.allgather(&mine, sizeof mine, library_.byte, all.data(), sizeof mine,
                            library_.byte, world_),
@@ -113,14 +128,14 @@ Job::Job() : library_(open_library()) {
   std::vector<uint64_t> names;
   std::vector<cpu_set_t> cores;
   std::vector<int> ranks;
-  for (const Where& where : all) {
-    const size_t node = std::find(names.begin(), names.end(), where.node) - names.begin();
+  for (const NodeInfo& info : all) {
+    const size_t node = std::find(names.begin(), names.end(), info.node) - names.begin();
     if (node == names.size()) {
-      names.push_back(where.node);
-      cores.push_back(where.cores);
+      names.push_back(info.node);
+      cores.push_back(info.cores);
       ranks.push_back(0);
     }
-    CPU_OR(&cores[node], &cores[node], &where.cores);
+    CPU_OR(&cores[node], &cores[node], &info.cores);
     ++ranks[node];
     nodes_.push_back(static_cast<int>(node));
   }
@@ -134,14 +149,24 @@ Job::Job() : library_(open_library()) {
 }
 
 Group& Job::group(const std::vector<int>& members) {
-  Place* place;
+  Slot* slot;
   {
     const std::lock_guard lock(mutex_);
-    place = &groups_[members];
+    slot = &groups_[members];
   }
   // Two threads may ask for one at a time, and on the other ranks one thread. It is made once.
-  std::call_once(place->made, [&] { place->group = make(members); });
-  return *place->group;
+  std::call_once(slot->made, [&] {
+    auto group = make(members);
+    const std::lock_guard lock(mutex_);
+    slot->group = std::move(group);
+  });
+  return *slot->group;
+}
+
+bool Job::has_users(const std::vector<int>& members) {
+  const std::lock_guard lock(mutex_);
+  const auto found = groups_.find(members);
+  return found != groups_.end() && found->second.group && found->second.group->users > 0;
 }
 
 // Return a communicator of some ranks. Only these call it.
@@ -159,11 +184,12 @@ Handle Job::split(const std::vector<int>& members, int tag) {
 std::unique_ptr<Group> Job::make(const std::vector<int>& members) {
   auto group = std::make_unique<Group>();
   group->members = members;
-  group->me = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+  group->rank =
+      static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
   if (group->size() == 1) return group;
   const int tag = static_cast<int>(hash(members.data(), members.size() * sizeof(int)) % kTags);
   const Handle comm = split(members, tag);
-  check(library_, library_.comm_dup(comm, &group->messages), "MPI_Comm_dup");
+  check(library_, library_.comm_dup(comm, &group->point_to_point), "MPI_Comm_dup");
   group->transport = connect(*group, comm);
   return group;
 }
@@ -180,7 +206,7 @@ std::unique_ptr<Transport> Job::connect(const Group& group, Handle comm) {
     int count = 0;
     for (int i = 0; i < size; ++i) {
       if (nodes_[group.members[i]] != number) continue;
-      if (i == group.me) {
+      if (i == group.rank) {
         node = static_cast<int>(ranks.size());
         local = count;
       }
@@ -244,7 +270,7 @@ std::unique_ptr<Transport> Job::connect(const Group& group, Handle comm) {
   for (int i = 0; i < threads; ++i)
     nodes.push_back(std::make_unique<Node>(layout, memory + i * layout.bytes(), file));
   auto transport = std::make_unique<Transport>(
-      Topology(group.me, std::move(order), std::move(ranks), node), std::move(nodes));
+      Topology(group.rank, std::move(order), std::move(ranks), node), std::move(nodes));
   if (several) {
     transport->connect(
         std::make_unique<Network>(library_.path,

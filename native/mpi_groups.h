@@ -1,6 +1,7 @@
 // The ranks of a job that plain JAX programs run on, and their groups: one for each communicator.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,11 +16,12 @@ namespace jaxmpi::mpi {
 // Some ranks, with what they communicate with. Each has the same members in the same order.
 struct Group {
   std::vector<int> members;  // ranks of the job
-  int me = 0;                // this rank's place among them
+  int rank = 0;              // this rank's place among them
   // Of two members and more
   std::unique_ptr<Transport> transport;
-  std::mutex turn;      // the transport carries one message at a time
-  Handle messages = 0;  // the communicator for messages from rank to rank
+  std::mutex mutex;            // the transport carries one message at a time
+  Handle point_to_point = 0;   // the communicator for messages from rank to rank
+  std::atomic<int> users = 0;  // communicators of XLA that it carries
 
   int size() const { return static_cast<int>(members.size()); }
 };
@@ -27,24 +29,30 @@ struct Group {
 // This rank's job, from MPI_Init on. There is one, which is never destroyed.
 class Job {
  public:
-  // Start MPI unless it runs already, and exchange where the ranks are. Collective.
+  // Start MPI unless it runs already.
   Job();
 
+  // Exchange where the ranks are. Collective; the rest needs it.
+  void join();
+
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(nodes_.size()); }
+  int size() const { return size_; }
   bool started_mpi() const { return started_; }
   bool crowded() const { return crowded_; }
   const Library& library() const { return library_; }
 
-  // Return the group of some ranks, which is made at the first call. Collective: all of them call
-  // it, on any thread; ranks that do not belong to it have no part in it.
+  // Return the group of some ranks, which is made at the first call.
+  // Collective over `members` only. Several threads may call it; the group is made once.
   Group& group(const std::vector<int>& members);
+
+  // Return whether XLA has a communicator of some ranks.
+  bool has_users(const std::vector<int>& members);
 
   // End all ranks of the job.
   [[noreturn]] void abort(int code) const;
 
  private:
-  struct Place {
+  struct Slot {
     std::once_flag made;
     std::unique_ptr<Group> group;
   };
@@ -55,12 +63,12 @@ class Job {
 
   Library library_;
   bool started_ = false, crowded_ = false;
-  int rank_ = 0, threads_ = 1;
+  int rank_ = 0, size_ = 0, threads_ = 1;
   int64_t largest_node_ = 1;  // ranks
   Handle world_ = 0;
   std::vector<int> nodes_;  // of each rank
   std::mutex mutex_;
-  std::map<std::vector<int>, Place> groups_;
+  std::map<std::vector<int>, Slot> groups_;
 };
 
 }  // namespace jaxmpi::mpi

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "clock.h"
 
@@ -15,13 +16,13 @@ namespace jaxmpi::mpi {
 struct Wait::Entry {
   std::function<std::string()> describe, missing;
   int64_t since;
-  bool said = false;
+  bool reported = false;
 };
 
 namespace {
 
 constexpr double kSeconds = 1e9;  // nanoseconds
-constexpr double kStallSeconds = 60, kEndFactor = 10;
+constexpr double kStallSeconds = 60;
 
 // Never destroyed: the thread may run until the process has ended.
 std::mutex& mutex = *new std::mutex;
@@ -52,29 +53,31 @@ Wait::~Wait() {
 
 void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end) {
   const double stall = seconds_of("JAXMPI_STALL_SECONDS", kStallSeconds);
-  if (stall <= 0) return;
-  const double last = seconds_of("JAXMPI_STALL_END_SECONDS", kEndFactor * stall);
+  const double last = seconds_of("JAXMPI_STALL_END_SECONDS", 0);
+  if (stall <= 0 && last <= 0) return;
   std::thread([=] {
     for (;;) {
       usleep(200'000);
-      std::string text;
+      std::vector<std::string> reports;
       bool over = false;
       {
         const std::lock_guard lock(mutex);
         for (Wait::Entry* entry : Wait::entries()) {
           Wait::Entry& wait = *entry;
           const double waited = (now() - wait.since) / kSeconds;
-          over = over || (last > 0 && waited > last);
-          if (waited < stall || (wait.said && !over)) continue;
-          wait.said = true;
+          const bool ends = last > 0 && waited > last;
+          const bool is_late = stall > 0 && waited > stall && !wait.reported;
+          if (!ends && !is_late) continue;
+          wait.reported = true;
+          over = over || ends;
           char seconds[32];
           std::snprintf(seconds, sizeof seconds, "%.0f", waited);
-          text = "has waited " + std::string(seconds) + " s in " + wait.describe();
+          std::string text = "has waited " + std::string(seconds) + " s in " + wait.describe();
           if (const std::string missing = wait.missing(); !missing.empty()) text += "; " + missing;
-          text += over ? ". It ends the job." : ".";
+          reports.push_back(text + (ends ? ". It ends the job." : "."));
         }
       }
-      if (!text.empty()) say(text);
+      for (const std::string& report : reports) say(report);
       if (over) end();
     }
   }).detach();

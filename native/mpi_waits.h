@@ -7,8 +7,10 @@
 
 namespace jaxmpi::mpi {
 
-// Begin to look at the waits, by JAXMPI_STALL_SECONDS and JAXMPI_STALL_END_SECONDS: `say` gets a
-// sentence about one that takes long, and `end` is called at last.
+// Start a thread that watches the waits. `say` gets a sentence for each one that takes longer than
+// JAXMPI_STALL_SECONDS (60 by default). If one takes longer than JAXMPI_STALL_END_SECONDS, `end` is
+// called; by default it never is: nothing is known of what the missing rank does, and it may
+// evaluate or write a checkpoint. 0 means never, for both.
 void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end);
 
 // A wait, for as long as it exists. describe() returns a phrase such as "an all-reduce of 4096

@@ -107,7 +107,7 @@ bool Node::have(Counter counter, uint64_t value) const {
   return true;
 }
 
-std::vector<int> Node::behind() const {
+std::vector<int> Node::missing_ranks() const {
   const uint64_t mine = state(layout_.rank).laid_out.load(std::memory_order_acquire);
   std::vector<int> ranks;
   for (int rank = 0; rank < layout_.size; ++rank) {

@@ -109,7 +109,7 @@ class Node {
 
   // Return the ranks of the node that have laid out fewer chunks than this one: it waits for them.
   // Any thread may call it.
-  std::vector<int> behind() const;
+  std::vector<int> missing_ranks() const;
 
   // When all ranks had laid out the first chunk of the last message, in ns of the steady clock.
   int64_t all_entered_ns() const { return all_entered_ns_; }

@@ -44,9 +44,9 @@ void Transport::connect(std::unique_ptr<Network> network, const Tuning& tuning) 
       std::make_unique<Channels>(std::move(network), tuning, stripes_.front().node->layout().slots);
 }
 
-std::vector<int> Transport::behind() const {
+std::vector<int> Transport::missing_ranks() const {
   std::vector<int> ranks;
-  for (int local : stripes_.front().node->behind())
+  for (int local : stripes_.front().node->missing_ranks())
     ranks.push_back(topology_.order[topology_.firsts[topology_.node] + local]);
   return ranks;
 }

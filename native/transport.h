@@ -41,7 +41,7 @@ class Transport {
   int rank() const { return topology_.rank; }
 
   // Return the ranks on this node for which this one waits. Any thread may call it.
-  std::vector<int> behind() const;
+  std::vector<int> missing_ranks() const;
 
   // When all ranks had entered the last message, in nanoseconds of the steady clock.
   int64_t all_entered_ns() const { return stripes_.front().node->all_entered_ns(); }

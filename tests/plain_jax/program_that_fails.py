@@ -1,8 +1,9 @@
-"""A plain JAX program whose rank 1 fails in the way that its argument names."""
+"""A plain JAX program whose rank 1 fails, or comes late, in the way that its argument names."""
 
 import os
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -10,7 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 jax.distributed.initialize()
-how, n, rank = sys.argv[1], jax.process_count(), jax.process_index()
+how = sys.argv[1]
+if how == "start" and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    time.sleep(3)
+n, rank = jax.process_count(), jax.process_index()
 mesh = jax.make_mesh((n,), ("d",))
 program = jax.jit(
     jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
@@ -30,6 +34,8 @@ for i in range(10):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "late":
+            time.sleep(4)
         if how == "other":
             items = 5
     local = np.full((1, items), rank + 1, np.float32)

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -17,10 +19,13 @@ from plain_jax import sharded_cases
 
 import jaxmpi
 from jaxmpi._backends import xla
-from jaxmpi._job.process import jax_collectives
+from jaxmpi._job.launch import plain_jax as launch_plain_jax
+from jaxmpi._job.launch.mpiexec import Mpiexec
+from jaxmpi._job.process import jax_collectives, launchers
 from jaxmpi.testing import run_ranks
 
 HERE = Path(__file__).parent
+NATIVE = HERE.parents[1] / "native"
 # jaxlib has no name of MPI for the type
 REFUSED = re.compile(r"(psum|pmax|pmin|all_gather|psum_scatter) float16")
 
@@ -154,6 +159,96 @@ def test_an_mpi_that_cannot_be_opened_is_one_sentence():
     assert "no MPI library can be opened (/nowhere/libmpi.so" in done.stderr
 
 
+def test_a_rank_that_comes_late_is_reported_and_does_not_end_the_job():
+    """Nothing is known of what it does: by default, a wait of any length ends no job."""
+    done = started(2, "program_that_fails.py", "late", JAXMPI_STALL_SECONDS="0.3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+    assert "with ranks 0, 1; it waits for rank 1." in done.stderr
+    assert "It ends the job" not in done.stderr
+
+
+def test_a_rank_that_does_not_start_is_reported():
+    done = started(2, "program_that_fails.py", "start", JAXMPI_STALL_SECONDS="1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"rank 0 has waited \d+ s in the start of JAX's collectives over MPI; all ranks",
+        done.stderr,
+    )
+
+
+# Parts of the library
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Return a function that compiles a program with a source of the library."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("compiled")
+
+    @cache
+    def compile_with(program, source):
+        flags = ["-std=c++17", "-O1", "-Wall", "-Werror", f"-I{NATIVE}", "-pthread"]
+        sources = [HERE / program, NATIVE / source]
+        path = folder / Path(program).stem
+        subprocess.run([compiler, *flags, *sources, "-o", path, "-ldl"], timeout=120, check=True)
+        return path
+
+    return compile_with
+
+
+def output_of(program, *arguments, **environ):
+    return subprocess.run(
+        [program, *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        ("one", ["found 0 2", "chosen 0 2"]),
+        # a slot that still points to {0, 1}, which has its communicator
+        ("leftover", ["found 0 1", "found 0 2", "chosen 0 2"]),
+        ("unknown", ["found 0 1", "found 0 2", "not chosen"]),
+        ("pipe", ["found 0 1", "found 0 2", "chosen 0 2"]),
+    ],
+)
+def test_find_cliques_finds_all_that_fit(what, lines, compiled):
+    found = output_of(compiled("check_cliques.cc", "clique.cc"), what)
+    assert sorted(found) == sorted(lines)
+
+
+def test_find_cliques_says_that_memory_cannot_be_read(compiled):
+    [text] = output_of(compiled("check_cliques.cc", "clique.cc"), "unreadable")
+    assert text.startswith("process_vm_readv is forbidden here (Operation not permitted), and a")
+    assert text.endswith("set JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo.")
+
+
+def test_watch_waits_reports_each_wait_once(compiled):
+    waits = compiled("check_waits.cc", "mpi_waits.cc")
+    said = output_of(waits, "0.1", "1.2", JAXMPI_STALL_SECONDS="0.5", JAXMPI_STALL_END_SECONDS="")
+    texts = sorted(re.sub(r"\d+", "N", line.removeprefix("has waited ")) for line in said)
+    assert texts == [
+        *["N s in the first."] * 2,
+        "N s in the second.",
+        "N s in the second; it waits for rank N.",
+    ]
+
+
+def test_watch_waits_ends_for_those_that_take_too_long(compiled):
+    """The later waits, wherever they stand in the order, do not end the job."""
+    waits = compiled("check_waits.cc", "mpi_waits.cc")
+    said = output_of(waits, "2", "9", JAXMPI_STALL_SECONDS="0", JAXMPI_STALL_END_SECONDS="3")
+    assert said == ["has waited 3 s in the first. It ends the job."] * 2 + ["end"]
+
+
 def test_unknown_symbols_of_this_jaxlib():
     import jaxlib
 
@@ -191,6 +286,91 @@ def test_why_not_of_another_jaxlib(version, symbols, text, tmp_path, monkeypatch
     monkeypatch.setattr(jax_collectives.metadata, "version", lambda name: version)
     why = jax_collectives.why_not()
     assert why.startswith(text) if text else why == ""
+
+
+# Variables
+
+OPEN_MPI = Mpiexec("/mpirun", launchers.OPEN_MPI_5, "5.0.8")
+LIBRARY = {jax_collectives.LIBRARY_VARIABLE, jax_collectives.IMPLEMENTATION}
+CPUS = {"JAX_PLATFORMS": "cpu"}
+
+
+def variables(environ, options=()):
+    return launch_plain_jax.variables(OPEN_MPI, "/lib/libmpi.so", options, environ)
+
+
+def test_variables_have_the_coordinator_on_gpus_too():
+    assert set(variables({"JAX_PLATFORMS": "cuda"})) == {launch_plain_jax.ORTE_URI}
+    everything = {launch_plain_jax.ORTE_URI, *LIBRARY, jax_collectives.MPI_VARIABLE}
+    assert set(variables(CPUS)) == everything
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (jax_collectives.LIBRARY_VARIABLE, "/mine/libmpiwrapper.so"),
+        (jax_collectives.IMPLEMENTATION, "gloo"),
+    ],
+)
+def test_variables_of_the_library_are_all_or_none(name, value):
+    assert set(variables({**CPUS, name: value})) == {launch_plain_jax.ORTE_URI}
+
+
+def test_variables_complete_what_the_user_has_set_alike():
+    added = variables({**CPUS, jax_collectives.IMPLEMENTATION: "mpi"})
+    assert added[jax_collectives.LIBRARY_VARIABLE] == str(jax_collectives.find_library())
+
+
+# what each name and each route stands for on a host of Debian called "me"
+NAMES = {"me": "127.0.1.1", "localhost": "127.0.0.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
+ROUTES = {"10.0.0.2": "10.0.0.1", "10.0.0.3": "10.0.0.1", "192.0.2.1": "172.16.0.9"}
+
+
+@pytest.mark.parametrize(
+    ("options", "allocated", "address"),
+    [
+        ([], "", "127.0.0.1"),
+        (["--host", "localhost:4"], "", "127.0.0.1"),
+        (["--host", "me:1,node2:1"], "", "10.0.0.1"),
+        (["--host", "localhost:1,node2:1"], "", "10.0.0.1"),
+        (["--host", "unknown:1,node2:1"], "", None),
+        (["--host", "node3:1,me:1"], "", "10.0.0.3"),
+        ([], "1(x2)", "172.16.0.9"),
+    ],
+)
+def test_variables_name_an_address_that_other_hosts_reach(options, allocated, address, monkeypatch):
+    probed = []
+    monkeypatch.setattr(socket, "gethostname", lambda: "me")
+    monkeypatch.setattr(launch_plain_jax, "_resolve", lambda name: NAMES.get(name, ""))
+    monkeypatch.setattr(launch_plain_jax, "_route_source", lambda to: ROUTES.get(to, ""))
+    monkeypatch.setattr(launch_plain_jax, "_free_port", lambda: probed.append(1) or 63000)
+    monkeypatch.setattr(
+        launch_plain_jax,
+        "same_host",
+        lambda one, other: one == other or NAMES.get(one, one) == NAMES.get(other),
+    )
+    found = variables({**CPUS, "SLURM_TASKS_PER_NODE": allocated}, options)
+    if address is None:
+        assert launch_plain_jax.ORTE_URI not in found
+        return
+    uri = found[launch_plain_jax.ORTE_URI]
+    assert f";tcp://{address}:" in uri
+    # a port is tested where rank 0 runs here
+    assert bool(probed) == (address != "10.0.0.3")
+    assert int(uri.rpartition(":")[2]) in launch_plain_jax.PORTS
+
+
+def test_variables_name_the_first_host_of_a_file_without_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_plain_jax, "_resolve", lambda name: NAMES.get(name, ""))
+    (tmp_path / "hosts").write_text("node3\n# a comment\nnode2\n")
+    found = variables(CPUS, ["--hostfile", str(tmp_path / "hosts")])
+    assert ";tcp://10.0.0.3:" in found[launch_plain_jax.ORTE_URI]
+
+
+def test_route_source_is_an_address_of_this_host():
+    assert launch_plain_jax._route_source("127.0.0.1") == "127.0.0.1"
+    assert launch_plain_jax._route_source("") == ""
+    assert launch_plain_jax._route_source("not an address") == ""
 
 
 def test_only_cpus_by_platforms():

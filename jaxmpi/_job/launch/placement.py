@@ -24,6 +24,7 @@ __all__ = [
     "Plan",
     "check_counts",
     "command",
+    "host_names",
     "named_hosts",
     "on_other_nodes",
     "plan",
@@ -63,6 +64,14 @@ def named_hosts(options: Sequence[str]) -> dict[str, int]:
         return _count_hosts(hosts.split(","))
     path = _value(options, _host_file())
     return _read_hosts(path) if path else {}
+
+
+def host_names(options: Sequence[str]) -> list[str]:
+    """Return the names of the hosts that MPI's options name, in their order, each once."""
+    if hosts := _value(options, _host_list()):
+        return [*_count_hosts(hosts.split(","))]
+    path = _value(options, _host_file())
+    return [*_count_hosts(_host_lines(path))] if path else []
 
 
 def with_hosts(options: Sequence[str], hosts: Mapping[str, int], folder: Path) -> tuple[str, ...]:
@@ -141,13 +150,18 @@ def _read_hosts(path: str) -> dict[str, int]:
 
     A line is "node1 slots=4" or "node1:4"; or "node1" stands there as often as it takes ranks.
     """
+    hosts = _host_lines(path)
+    known = all(":" in host or hosts.count(host) > 1 for host in hosts)
+    return _count_hosts(hosts) if known else {}
+
+
+def _host_lines(path: str) -> list[str]:
+    """Read the lines of a file of hosts as "node1:4", or "node1" where there is no number."""
     try:
         lines = [line.partition("#")[0].strip() for line in Path(path).read_text().splitlines()]
     except OSError:
-        return {}
-    hosts = [re.sub(r"\s+(.*\s)?slots=(\d+).*", r":\2", line).split()[0] for line in lines if line]
-    known = all(":" in host or hosts.count(host) > 1 for host in hosts)
-    return _count_hosts(hosts) if known else {}
+        return []
+    return [re.sub(r"\s+(.*\s)?slots=(\d+).*", r":\2", line).split()[0] for line in lines if line]
 
 
 def _write_hosts(path: str, hosts: Mapping[str, int], folder: Path) -> str:

@@ -1,8 +1,11 @@
 """Variables for plain JAX programs: those that call `jax.distributed.initialize()`, unchanged.
 
 JAX reads them when it is imported, before the program can do anything. With them, XLA's collectives
-on CPUs run over the native transport, and `jax.distributed.initialize()` finds the other ranks. A
-program that calls `jaxmpi.init` is not affected: its backends choose for themselves.
+on CPUs run over the native transport, and `jax.distributed.initialize()` finds the other ranks.
+
+A program that calls `jaxmpi.init` gets them, too. Its backend `mpi` does not use them. Backend
+`xla` on CPUs does with JAXMPI_XLA=auto, the default: XLA's collectives then run over the native
+transport, and over gloo without these variables.
 """
 
 import random
@@ -10,25 +13,32 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from jaxmpi._job.launch.mpiexec import Mpiexec
-from jaxmpi._job.launch.placement import named_hosts, on_other_nodes
+from jaxmpi._job.launch.placement import host_names, on_other_nodes, same_host
 from jaxmpi._job.process import jax_collectives, launchers
 
 __all__ = ["variables"]
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NETWORK = "127."
+# An address of no host (RFC 5737), which the default route leads to
+ELSEWHERE = "192.0.2.1"
 # JAX reads the coordinator's address from the variable by which Open MPI 4 tells its ranks where
 # mpirun is. Its port is FIRST_PORT plus the number of the job, in units of JOB_UNIT.
 ORTE_URI = "OMPI_MCA_orte_hnp_uri"
-JOB_UNIT, PORTS = 2**12, 2**12
-FIRST_PORT = 65536 - PORTS
+JOB_UNIT = 2**12
+FIRST_PORT = 65536 - 2**12
+PORTS = range(FIRST_PORT + 1, 65536)  # for a job's number above 0
 
 
 def variables(
     mpiexec: Mpiexec, library: str, options: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables for the ranks; empty where JAX uses no CPUs, or cannot use the library.
+    """Return the variables for the ranks.
 
-    A variable that the user has set keeps its value.
+    Those of the library are set all or none: with a library of the user, JAX must not be told to
+    use it. None is set where JAX uses a GPU, cannot use the library, or the user has chosen other
+    collectives. The coordinator is for CPUs and GPUs. A variable that the user has set keeps its
+    value.
 
     Args:
       mpiexec: the launcher.
@@ -36,18 +46,25 @@ def variables(
       options: MPI's options of the user.
       environ: the variables of the user.
     """
-    if not jax_collectives.only_cpus(environ):
-        return {}
-    added = _coordinator(mpiexec, options, environ)
-    path = jax_collectives.find_library()
-    if path is not None and not jax_collectives.why_not():
-        added |= {
-            jax_collectives.LIBRARY_VARIABLE: str(path),
-            jax_collectives.IMPLEMENTATION: "mpi",
-        }
-        if library.startswith("/"):
-            added[jax_collectives.MPI_VARIABLE] = library
+    added = _coordinator(mpiexec, options, environ) | _collectives(library, environ)
     return {name: value for name, value in added.items() if name not in environ}
+
+
+def _collectives(library: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which JAX uses the library for its collectives, or none of them."""
+    path = jax_collectives.find_library()
+    if path is None or not jax_collectives.only_cpus(environ) or jax_collectives.why_not():
+        return {}
+    chosen = {
+        jax_collectives.LIBRARY_VARIABLE: str(path),
+        jax_collectives.IMPLEMENTATION: "mpi",
+    }
+    for name, value in chosen.items():
+        if environ.get(name, value) != value:
+            return {}
+    if library.startswith("/"):
+        chosen[jax_collectives.MPI_VARIABLE] = library
+    return chosen
 
 
 def _coordinator(
@@ -59,30 +76,78 @@ def _coordinator(
     """
     if mpiexec.launcher is not launchers.OPEN_MPI_5 or ORTE_URI in environ:
         return {}
-    here = not on_other_nodes(options, environ)
-    host = LOOPBACK if here else _address(next(iter(named_hosts(options)), ""))
+    here, host = _place_of_rank_0(options, environ)
     if not host:
         return {}
-    port = _free_port()
+    # A port can be tested on this host only.
+    port = _free_port() if here else random.SystemRandom().choice(PORTS)
     return {ORTE_URI: f"{(port - FIRST_PORT) * JOB_UNIT}.0;tcp://{host}:{port}"}
+
+
+def _place_of_rank_0(options: Sequence[str], environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Return whether rank 0 runs on this host, and the address at which the other ranks reach it.
+
+    Rank 0 runs on the first host that the options name, or on this one. The address is "" if there
+    is none that ranks on other hosts can connect to.
+    """
+    names = host_names(options)
+    others = [name for name in names if not _is_this_host(name)]
+    if not on_other_nodes(options, environ) or (names and not others):
+        return True, LOOPBACK
+    if names and names[0] in others:
+        return False, _resolve(names[0])
+    return True, _own_address(others)
+
+
+def _is_this_host(name: str) -> bool:
+    """Return whether a name belongs to this host."""
+    return same_host(name, socket.gethostname()) or _resolve(name).startswith(LOOPBACK_NETWORK)
+
+
+def _own_address(others: Sequence[str]) -> str:
+    """Return an address of this host for other hosts; "" if there is none.
+
+    The name of this host may stand for a loopback address: Debian and Ubuntu map it to 127.0.1.1.
+    Ranks of other hosts would connect to themselves there. So the route to another host decides,
+    and the name only where none is known.
+
+    Args:
+      others: names of other hosts of the job; those that are not known are left out.
+    """
+    found = [_route_source(_resolve(name)) for name in others]
+    found += [_resolve(socket.gethostname()), _route_source(ELSEWHERE)]
+    for address in found:
+        if address and not address.startswith(LOOPBACK_NETWORK):
+            return address
+    return ""
+
+
+def _route_source(address: str) -> str:
+    """Return the address from which this host sends to another one; "" without a route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # of UDP: it looks up the route, and sends nothing
+            return str(probe.getsockname()[0]) if address else ""
+    except OSError:
+        return ""
+
+
+def _resolve(name: str) -> str:
+    """Return the IPv4 address of a host; "" if it is not known."""
+    try:
+        return socket.gethostbyname(name)
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _free_port() -> int:
     """Return a port that JAX can derive from a job's number, and that is free on this host."""
-    ports = random.SystemRandom().sample(range(FIRST_PORT + 1, FIRST_PORT + PORTS), PORTS - 1)
+    ports = random.SystemRandom().sample(PORTS, len(PORTS))
     for port in ports:
         with socket.socket() as probe:
             try:
-                probe.bind((LOOPBACK, port))
+                probe.bind(("", port))  # the coordinator listens at all addresses
             except OSError:
                 continue
             return port
     return ports[0]
-
-
-def _address(host: str) -> str:
-    """Return the address of a host; that of this one, as others see it, if it has no name."""
-    try:
-        return socket.gethostbyname(host or socket.gethostname())
-    except OSError:
-        return ""

@@ -129,7 +129,9 @@ SETTINGS: Mapping[str, Setting] = {
         "60", "how long a rank waits in a collective before it reports who is missing; 0: never"
     ),
     "JAXMPI_STALL_END_SECONDS": _seconds(
-        "", "how long until the job ends; ten times the above by default; 0: never"
+        "",
+        "how long until the job ends; ten times the above by default, but never in plain JAX "
+        "programs; 0: never",
     ),
     "JAXMPI_PREEMPTION_SECONDS": _seconds(
         "60", "how long `jaxmpi run` waits for ranks that stop in order at a SIGTERM"
