@@ -116,7 +116,9 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
       LaunchError: the job's MPS daemon does not start.
     """
     # anew for each attempt: a rank that a fault of the GPU has ended leaves the daemon's server so
-    daemon = mps_daemon(os.environ) if request.mps else contextlib.nullcontext({})
+    daemon: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
+    if request.mps:
+        daemon = mps_daemon(os.environ)
     with daemon as mps:
         return _supervised(request, mpiexec, library, attempt, mps)
 
