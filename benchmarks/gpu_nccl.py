@@ -29,6 +29,7 @@ from gpu import Part
 LIBRARY = "libnccl.so.2"
 FAULTS = Path(__file__).parents[1] / "tests/job/monitor/fault_script.py"
 MAX_SECONDS = 100  # of a part on a GPU
+LAX_PARTS = 5  # of the 190 cases: each is compiled by itself
 MODELS = ("digits", "gpt", "resnet50")
 
 XLA = {"JAXMPI_BACKEND": "xla", "NCCL_DEBUG": "WARN"}
@@ -55,10 +56,11 @@ def all_parts():
             "every collective, 2 ranks over NCCL", "gpu_checks.py collectives", XLA
         ),
     }
-    for part in range(3):
-        name = f"{part + 1} of 3"
+    for part in range(LAX_PARTS):
         parts[f"b-lax-{part + 1}"] = checks(
-            f"JAX's cases of collectives, {name}", f"cases_of_lax {part} 3", EXACT
+            f"JAX's cases of collectives, {part + 1} of {LAX_PARTS}",
+            f"cases_of_lax {part} {LAX_PARTS}",
+            EXACT,
         )
     for part in range(2):
         parts[f"b-axis-{part + 1}"] = checks(
