@@ -7,6 +7,7 @@
 # make bench     the benchmarks, beside the peers that are installed: 20 minutes
 # make bench-hosts   the benchmarks between hosts, which are made of this one: needs root
 # make gpu       everything on a GPU; CPU=1 rehearses it without one
+# make gpu PART=nccl   ranks that share a GPU over NCCL; NCCL=WHEEL_OR_FOLDER, PARTS="a b" and AGAIN=1 select
 # make lint      ruff, mypy and clang-format
 # make docs      the documentation as a site, in build/site
 # make wheels    manylinux wheels in dist/wheels
@@ -54,7 +55,9 @@ bench: $(VENV)/.test-installed $(VENV)/.mpi4jax
 bench-hosts: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	BIN=$(BIN) benchmarks/run.sh hosts --out $(BENCH)
 gpu: $(VENV)/.installed
-	$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),build/gpu$(if $(CPU),-cpu)) $(if $(CPU),--cpu --again --seconds 7200)
+	$(BIN)/python benchmarks/gpu$(if $(PART),_$(PART)).py --out $(or $(OUT),build/gpu$(if $(CPU),-cpu)) \
+	  $(if $(CPU),--cpu --again --seconds 7200) $(if $(AGAIN),--again) \
+	  $(if $(NCCL),--nccl "$(NCCL)") $(if $(PARTS),--parts "$(PARTS)")
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror native/*.cc native/*.h

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 @dataclass(frozen=True)
 class Part:
-    """A program of gpu_checks.py: what it shows, and how it is started."""
+    """A program of checks: what it shows, and how it is started."""
 
     title: str
     arguments: str
@@ -39,12 +40,15 @@ class Part:
     ends_with: str = ""  # what the job says as it fails, where it is to fail
     needs: str = ""  # what has to be installed
     mps: bool = False  # under NVIDIA's Multi-Process Service, where it is installed
+    program: str = "gpu_checks.py"
+    options: str = ""  # of `jaxmpi run`
 
     def command(self, folder):
-        arguments = [str(HERE / "gpu_checks.py"), *self.arguments.format(out=folder).split()]
+        arguments = [str(HERE / self.program), *self.arguments.format(out=folder).split()]
         if self.ranks == 1:
             return [sys.executable, *arguments]
-        return [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks), *arguments]
+        run = [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks), *self.options.split()]
+        return [*run, *arguments]
 
 
 MPS = "nvidia-cuda-mps-control"
@@ -112,23 +116,13 @@ def carry_out(part, environ):
             own |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
             subprocess.run([MPS, "-d"], env=own)
         try:
-            done = subprocess.run(
-                part.command(folder),
-                capture_output=True,
-                text=True,
-                timeout=part.seconds,
-                env=own,
-                errors="replace",
-            )
-            code, output = done.returncode, done.stdout + done.stderr
-        except subprocess.TimeoutExpired as error:
-            code, output = None, "".join(_text(stream) for stream in (error.stdout, error.stderr))
+            code, output = _run(part.command(folder), part.seconds, own)
         finally:
             if part.mps:
                 subprocess.run(
                     [MPS], env=own, input="quit\n", text=True, capture_output=True, timeout=30
                 )
-    seconds = round(time.monotonic() - start, 1)
+    seconds, ended = round(time.monotonic() - start, 1), time.time()
     results = []
     for line in output.splitlines():
         if "RESULT {" in line:
@@ -136,9 +130,21 @@ def carry_out(part, environ):
     if code is None:
         status = f"wrong: it had not ended after {part.seconds} s"
     elif part.ends_with:
-        ended = code != 0 and part.ends_with in output
+        as_expected = code != 0 and part.ends_with in output
         said = f"wrong: exit code {code}, and the expected message is missing"
-        status = f"ended as expected after {seconds:g} s" if ended else said
+        status = f"ended as expected after {seconds:g} s" if as_expected else said
+        # where the program says when its fault came
+        if faults := re.findall(r"now (\d+\.\d+)", output):
+            since = round(ended - max(map(float, faults)), 1)
+            results.append(
+                {
+                    "what": "from the fault to the end of the job",
+                    "value": since,
+                    "unit": "s",
+                    "right": as_expected,
+                    "note": part.ends_with,
+                }
+            )
     elif code != 0:
         status = f"wrong: exit code {code}"
     else:
@@ -163,8 +169,30 @@ def _installed(name):
     )
 
 
-def _text(stream):
-    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
+def _run(command, seconds, environ):
+    """Run a command; return its exit code, None if it took too long, and its output.
+
+    It is then asked to end first: `jaxmpi run` ends its ranks and its MPS daemon.
+    """
+    with subprocess.Popen(
+        command,
+        env=environ,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        try:
+            output, _ = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        return None, output
 
 
 def table(parts):
@@ -213,6 +241,36 @@ def software():
     return f"Python {platform.python_version()}, {', '.join(versions)}, {os.cpu_count()} cores"
 
 
+def run_parts(wanted, parts, path, environ, here, options):
+    """Run the parts that have no results yet, and write the results after each.
+
+    Args:
+      wanted: {name: part}.
+      parts: {name: results}, to which those of the parts are added.
+      path: the JSON file of `parts`.
+      environ: the environment of every part.
+      here: the device and the software, which are noted with the results.
+      options: `again` repeats parts that have results; `seconds` is when no more are begun.
+    """
+    until = time.monotonic() + options.seconds
+    for name, part in wanted.items():
+        if (name in parts and not options.again) or time.monotonic() > until:
+            continue
+        if part.needs and not shutil.which(part.needs) and not _installed(part.needs):
+            print(f"   0.0 s  {name}: not run, as {part.needs} is not installed", flush=True)
+            continue
+        found = parts[name] = carry_out(part, environ) | here | {"date": time.strftime("%Y-%m-%d")}
+        path.write_text(json.dumps(parts, indent=1) + "\n")
+        print(f"{found['seconds']:6.1f} s  {name}: {found['status']}", flush=True)
+        for result in found["results"]:
+            print(
+                f"          {result['what']}: {result['value']} {result['unit']} {result['note']}",
+                flush=True,
+            )
+        if found["said"]:
+            print(found["said"], flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -243,24 +301,8 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu.json"
     parts = json.loads(path.read_text()) if path.exists() else {}
-    until, here = time.monotonic() + options.seconds, {"device": device, "software": software()}
-    for name in names:
-        part = PARTS[name]
-        if (name in parts and not options.again) or time.monotonic() > until:
-            continue
-        if part.needs and not shutil.which(part.needs) and not _installed(part.needs):
-            print(f"   0.0 s  {name}: not run, as {part.needs} is not installed", flush=True)
-            continue
-        found = parts[name] = carry_out(part, environ) | here | {"date": time.strftime("%Y-%m-%d")}
-        path.write_text(json.dumps(parts, indent=1) + "\n")
-        print(f"{found['seconds']:6.1f} s  {name}: {found['status']}", flush=True)
-        for result in found["results"]:
-            print(
-                f"          {result['what']}: {result['value']} {result['unit']} {result['note']}",
-                flush=True,
-            )
-        if found["said"]:
-            print(found["said"], flush=True)
+    here = {"device": device, "software": software()}
+    run_parts({name: PARTS[name] for name in names}, parts, path, environ, here, options)
     (options.out / "gpu.md").write_text(table(parts) + "\n")
     left = [name for name in names if name not in parts and not PARTS[name].needs]
     print(f"\n{len(parts)} parts in {path}" + (f"; not run yet: {', '.join(left)}" if left else ""))

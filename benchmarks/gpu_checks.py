@@ -153,10 +153,13 @@ def collectives():
         right = right and np.allclose(x, mean + 1)
     say("donated state over 50 steps", right, right=right)
 
+    def plus_rank(x):
+        return lax.pmean(x + lax.axis_index(AXIS), AXIS)
+
     @jaxmpi.jit
     def looped(x):
         def turn(x, k):
-            x = lax.cond(k % 2 == 0, lambda x: lax.pmean(x + rank, AXIS), lambda x: x * 2, x)
+            x = lax.cond(k % 2 == 0, plus_rank, lambda x: x * 2, x)
             return x, lax.psum(jnp.sum(x), AXIS)
 
         return lax.scan(turn, x, jnp.arange(6))

@@ -25,6 +25,7 @@ __all__ = [
     "share_memory",
     "sharing",
     "unique",
+    "uses_nccl",
     "visible",
 ]
 
@@ -224,6 +225,11 @@ def pick(local_rank: int, count: int) -> int:
 def has_plugin() -> bool:
     """Return whether JAX's plugin for NVIDIA's or AMD's GPUs is installed."""
     return any(map(find_spec, _NVIDIA.plugins + _AMD.plugins))
+
+
+def uses_nccl() -> bool:
+    """Return whether JAX's plugin for NVIDIA's GPUs is installed, which brings NCCL."""
+    return any(map(find_spec, _NVIDIA.plugins))
 
 
 def _vendor() -> _Vendor:

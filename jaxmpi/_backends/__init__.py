@@ -26,6 +26,7 @@ tuning             chunk sizes within a node and between nodes, thresholds betwe
 Other transports:
 mpi4jax            mpi4jax
 xla                NCCL, gloo or the native transport, on JAX's own processes, which the ranks join
+nccl               NCCL's version, and its variables where ranks share a GPU
 
 Collectives in programs:
 primitive          one JAX primitive for all collectives of backend "mpi"

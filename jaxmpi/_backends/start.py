@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 
 from jaxmpi import _devices
-from jaxmpi._backends import extension
+from jaxmpi._backends import extension, nccl
 from jaxmpi._backends.mpi4jax import Mpi4jax
 from jaxmpi._backends.mpi_library import import_mpi4jax, import_mpi4py, unlink_shared_memory
 from jaxmpi._backends.mpi_ranks import MpiRanks
@@ -49,7 +49,7 @@ def join_xla(launched: int, devices: Sequence[int] | None) -> MpiRanks:
     """
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
-    gpus = take_device(launched, devices)
+    gpus = take_device(launched, devices, over_nccl=_devices.uses_nccl())
     ranks = MpiRanks("xla", mpi, Xla)
     ranks.gpus = gpus
     return ranks
@@ -218,12 +218,13 @@ def check_platforms(platforms: Sequence[str]) -> None:
         )
 
 
-def take_device(launched: int, devices: Sequence[int] | None) -> str:
+def take_device(launched: int, devices: Sequence[int] | None, *, over_nccl: bool = False) -> str:
     """Select this rank's GPU before JAX starts; ranks that share one get a fraction of its memory.
 
     Args:
       launched: the number of ranks in the launcher's environment.
       devices: as in `jaxmpi.init`.
+      over_nccl: whether the ranks communicate over NCCL, which then must allow it.
 
     Returns:
       A line about the GPUs of all ranks; "" without any.
@@ -233,6 +234,7 @@ def take_device(launched: int, devices: Sequence[int] | None) -> str:
 
     Raises:
       Exception: as in `_devices.choose`; on the other ranks an MPIError.
+      MPIError: as in `nccl.check_versions` and `nccl.allow_sharing`.
     """
     mpi = import_mpi4py(launched)
     world, host = mpi.COMM_WORLD, os.uname().nodename
@@ -264,4 +266,12 @@ def take_device(launched: int, devices: Sequence[int] | None) -> str:
     described = []
     for (its_host, gpu), (_, _, listed, variable) in zip(taken, chosen, strict=True):
         described.append(_devices.Taken(its_host, gpu, listed, variable))
-    return _devices.describe(described, memory)
+    line = _devices.describe(described, memory)
+    # Versions that differ are refused by NCCL, too, wherever the GPUs are.
+    if names and over_nccl:
+        everyone = gathered(launched, nccl.find)
+        nccl.check_versions(everyone)
+        on_gpu = [_devices.sharing(taken, rank) for rank in range(world.size)]
+        shared = nccl.allow_sharing(everyone, on_gpu, world.rank, os.environ)
+        line += shared and f"; {shared}"
+    return line

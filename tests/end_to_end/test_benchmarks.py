@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+import zipfile
 
 import pytest
 from programs import on_ranks, run
@@ -20,6 +21,83 @@ def test_gpu_goes_on_where_it_stopped(tmp_path):
     assert list(found) == ["killed", "checkpoint"]
     assert all(part["device"].startswith("cpu") for part in found.values())
     assert "| **a checkpoint of 2 ranks** | right |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_gpu_nccl_goes_on_where_it_stopped(tmp_path):
+    """gpu_nccl.py resumes on CPUs; CI runs all of its parts."""
+    start = [sys.executable, "benchmarks/gpu_nccl.py", "--cpu", "--out", str(tmp_path), "--parts"]
+    first = run([*start, "a-start d-nccl"])
+    assert "a-start: right" in first and "mean of 1 KB" in first
+    second = run([*start, "a-start d-nccl d-staged"])
+    assert "a-start: right" not in second and "d-staged: right" in second
+    assert "mean of 1 KB: NCCL / staged" in second
+    found = json.loads((tmp_path / "nccl.json").read_text())
+    assert list(found) == ["a-start", "d-nccl", "d-staged"]
+    assert "| mean of ResNet-50: NCCL / staged |" in (tmp_path / "nccl.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["wheel", "unpacked", "folder of a wheel", "pieces"])
+def test_gpu_nccl_finds_the_library(form, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("benchmarks")
+    import gpu_nccl
+
+    content, name = bytes(range(256)) * 40, "nvidia/nccl/lib/libnccl.so.2"
+    given = tmp_path / "given"
+    given.mkdir()
+    wheel = given / "nvidia_nccl_cu13-2.30.7-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(name, content)
+    if form == "unpacked":
+        with zipfile.ZipFile(wheel) as file:
+            file.extractall(given)
+    elif form == "pieces":
+        data = wheel.read_bytes()
+        for i in range(3):
+            wheel.with_suffix(f".whl.{i:02}").write_bytes(data[4000 * i : 4000 * (i + 1)])
+        wheel.unlink()
+    path = gpu_nccl.library_in(wheel if form == "wheel" else given, tmp_path / "out")
+    assert str(path).endswith(name) and path.read_bytes() == content
+
+
+def test_gpu_nccl_runs_each_part_on_a_gpu_under_mps_for_100_s(monkeypatch):
+    monkeypatch.syspath_prepend("benchmarks")
+    import gpu_nccl
+
+    parts = gpu_nccl.all_parts()
+    assert {name[0] for name in parts} == set("abcdef")
+    for name, part in parts.items():
+        on_gpu = gpu_nccl.on_this_machine(part, cpu=False)
+        wanted = "" if name == "d-staged" or part.ranks == 1 else "--mps"
+        assert on_gpu.options == wanted and on_gpu.seconds == 100 and not on_gpu.mps
+        share = on_gpu.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        assert share == (str(90 // part.ranks) if wanted else None)
+        assert gpu_nccl.on_this_machine(part, cpu=True).options == ""
+
+
+def test_gpu_nccl_compares_parts(monkeypatch):
+    monkeypatch.syspath_prepend("benchmarks")
+    import gpu_nccl
+
+    def results(*values):
+        keys = ("what", "value", "unit")
+        return {"results": [dict(zip(keys, value, strict=True)) for value in values]}
+
+    parts = {
+        "c-gpt": results(("gpt, xla, 2 ranks: jaxmpi", 30.0, "ms a step")),
+        "c-gpt-staged": results(("gpt, mpi, 2 ranks: jaxmpi", 40.0, "ms a step")),
+        "c-gpt-one": results(("gpt, single, 1 ranks: jaxmpi", 20.0, "ms a step")),
+        "d-nccl": results(("mean of 1 KB", 0.1, "ms")),
+        "d-staged": results(("mean of 1 KB", 0.4, "ms")),
+        "f-bits": results(("digest", "abc", "")),
+        "f-bits-again": results(("digest", "abd", "")),
+    }
+    found = {row["what"]: (row["value"], row["right"]) for row in gpu_nccl.comparisons(parts)}
+    assert found == {
+        "a step of gpt: NCCL / staged": (0.75, True),
+        "a step of gpt: NCCL / one rank": (1.5, True),
+        "mean of 1 KB: NCCL / staged": (0.25, True),
+        "the same bits in two jobs": (False, False),
+    }
 
 
 @pytest.mark.parametrize("backend", ["mpi", "xla"])

@@ -3,6 +3,7 @@
 machine         the host on which a job is started, and whether it allows one
 options         what the command line asks for
 mpiexec         the launcher and the MPI library of this environment
+mps             CUDA's Multi-Process Service for the job, by `jaxmpi run --mps`
 placement       hosts, cores of each rank, the launcher's command line
 plain_jax       variables for programs of JAX alone: its collectives, and its coordinator
 run             `jaxmpi run`: from the command line to the exit code, with restarts

@@ -12,6 +12,7 @@ from jaxmpi._job.process import settings
 
 __all__ = ["Request", "parse"]
 
+_FLAGS = ("-h", "--help", "--no-huge-pages", "--mps")
 # each takes a value
 _OWN = (
     *("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads"),
@@ -28,6 +29,7 @@ class Request:
     bind_to: str | None
     threads: int | None
     huge_pages: bool
+    mps: bool  # whether CUDA's Multi-Process Service is started
     restarts: int
     min_ranks: int | None
     mpi_options: tuple[str, ...]
@@ -76,6 +78,7 @@ def parse(arguments: Sequence[str]) -> Request:
         options.bind_to,
         options.threads,
         not options.no_huge_pages,
+        options.mps,
         options.restarts,
         options.min_ranks,
         tuple(mpi_options),
@@ -93,7 +96,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         name = rest[0].partition("=")[0]
         if rest[0] in _OWN:
             own, rest = own + rest[:2], rest[2:]
-        elif name in (*_OWN, "-h", "--help", "--no-huge-pages") or re.fullmatch(r"-n\d+", name):
+        elif name in (*_OWN, *_FLAGS) or re.fullmatch(r"-n\d+", name):
             own.append(rest.pop(0))
         else:
             mpi_options.append(rest.pop(0))
@@ -135,6 +138,11 @@ def _parser() -> argparse.ArgumentParser:
         "--no-huge-pages",
         action="store_true",
         help="leave malloc as it is, slower but with smaller pages",
+    )
+    parser.add_argument(
+        "--mps",
+        action="store_true",
+        help="start CUDA's Multi-Process Service for ranks that share a GPU, on this host",
     )
     parser.add_argument(
         "--restarts",

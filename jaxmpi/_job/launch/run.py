@@ -4,6 +4,7 @@ A job that has failed starts again as often as --restarts says, on the hosts and
 that `Restarts` chooses.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from jaxmpi._job.launch.mpiexec import (
     find_launcher,
     identify,
 )
+from jaxmpi._job.launch.mps import mps_daemon
 from jaxmpi._job.launch.options import Request, parse
 from jaxmpi._job.launch.placement import (
     check_counts,
@@ -52,11 +54,29 @@ def run(arguments: Sequence[str]) -> int:
         prepare(os.environ)
         request = parse(arguments)
         check_counts(request, os.environ)
+        if request.mps and on_other_nodes(request.mpi_options, os.environ):
+            raise LaunchError(
+                "--mps starts CUDA's Multi-Process Service on this host, and the job has others. "
+                "Start `nvidia-cuda-mps-control -d` on each host, and leave --mps out."
+            )
         mpiexec = identify(find_launcher(request.mpiexec, os.environ))
         library = check_library(mpiexec)
     except LaunchError as error:
         say(str(error))
         return 2
+    try:
+        return _run_all(request, mpiexec, library)
+    except LaunchError as error:
+        say(str(error))
+        return 2
+
+
+def _run_all(request: Request, mpiexec: Mpiexec, library: str) -> int:
+    """Run the job until it ends in order or no restart is left; return its exit code.
+
+    Raises:
+      LaunchError: the job's MPS daemon does not start.
+    """
     if request.scaling:
         return _scale(request, mpiexec, library)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
@@ -91,7 +111,22 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
       mpiexec: the launcher.
       library: the path of the MPI library.
       attempt: how often the job has failed before.
+
+    Raises:
+      LaunchError: the job's MPS daemon does not start.
     """
+    # anew for each attempt: a rank that a fault of the GPU has ended leaves the daemon's server so
+    daemon: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
+    if request.mps:
+        daemon = mps_daemon(os.environ)
+    with daemon as mps:
+        return _supervised(request, mpiexec, library, attempt, mps)
+
+
+def _supervised(
+    request: Request, mpiexec: Mpiexec, library: str, attempt: int, mps: Mapping[str, str]
+) -> Outcome:
+    """Run the job as `_run_once`, with the variables of its MPS daemon."""
     decided = plan(request, mpiexec, survey(), os.environ)
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
@@ -99,6 +134,7 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
         **decided.environ,
         **plain_jax.variables(mpiexec, library, request.mpi_options, os.environ),
         **_terminal(os.environ),
+        **mps,
         "JAXMPI_RUN_DIR": run_dir,
         "JAXMPI_RESTART": str(attempt),
     }

@@ -293,8 +293,8 @@ def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
         return Finding(
             "GPUs",
             "slow",
-            f"{len(gpus)} for {ranks} ranks, which take turns, each with a part of the memory, and "
-            "without NCCL",
+            f"{len(gpus)} for {ranks} ranks, which take turns, each with a part of the memory; "
+            f"{_shared_gpu()}",
             f"Start {len(gpus)} ranks on this node.",
         )
     backend = settings.get("JAXMPI_BACKEND")
@@ -305,6 +305,28 @@ def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
     else:
         backend = "mpi"
     return Finding("devices", "ok", f"{facts}; several ranks use backend {backend}{hidden}")
+
+
+def _shared_gpu() -> str:
+    """Say how ranks that share a GPU communicate, and why not otherwise."""
+    staged = "arrays go through memory of the host (backend mpi)"
+    if not _devices.uses_nccl():
+        return f"{staged}, as JAX's plugin for NVIDIA's GPUs is not installed"
+    nccl = probes.ask("nccl")
+    if not nccl.ok:
+        return f"{staged}, as NCCL was not found: {nccl.what}"
+    name, why = nccl.found["name"], nccl.found["why_not"]
+    asks_for_xla = settings.get("JAXMPI_BACKEND") == "xla"
+    if why and asks_for_xla:
+        return f"JAXMPI_BACKEND is xla, which is refused, as {why}; unset it"
+    if why:
+        return f"{staged}, as {why}"
+    if asks_for_xla:
+        return f"they use {name}, as JAXMPI_BACKEND is xla"
+    return (
+        f"{staged}; {name} could carry them (JAXMPI_BACKEND=xla under `jaxmpi run --mps`), which "
+        "was not measured yet"
+    )
 
 
 # MPI and the transports

@@ -151,6 +151,14 @@ def _devices() -> dict[str, object]:
     return {"count": len(devices), "kind": first.device_kind, "platform": first.platform}
 
 
+def _nccl() -> dict[str, str]:
+    """Return the NCCL that JAX loads, and why ranks cannot share a GPU over it; "" if they can."""
+    from jaxmpi._backends import nccl
+
+    found = nccl.find()
+    return {"name": str(found), "source": found.source, "why_not": nccl.why_not(found)}
+
+
 def _dtypes() -> dict[str, object]:
     """Return the dtypes whose sums are wrong on what JAX computes on."""
     import jax
@@ -192,6 +200,7 @@ _PROBES: dict[str, Callable[..., object]] = {
     "native": _native,
     "extension": _extension,
     "devices": _devices,
+    "nccl": _nccl,
     "dtypes": _dtypes,
     "cuda_in_mpi": _cuda_in_mpi,
 }

@@ -136,6 +136,7 @@ PLAIN = {
     "bind_to": None,
     "threads": None,
     "huge_pages": True,
+    "mps": False,
     "restarts": 0,
     "min_ranks": None,
     "mpi_options": (),
@@ -494,6 +495,7 @@ def test_command_hides_options_of_the_program(program):
             "train.py",
         ),
         ("--no-huge-pages -n 2 train.py", {"huge_pages": False}, "", "train.py"),
+        ("--mps -n 2 train.py --mps", {"mps": True}, "", "train.py --mps"),
         (
             "-n 2 -x A=1 --bind hwthread train.py --mca c d",
             {},
