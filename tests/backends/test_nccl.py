@@ -154,6 +154,8 @@ STARTS = {
     "shared, old": (("7", "7"), (OLD, OLD), "NCCL 2.27.7 takes one rank on a GPU"),
     "different": (("0", "1"), (OLD, NEW), "rank 1 has NCCL 2.30.7"),
     "none": ((None, None), (Nccl(), Nccl()), ""),
+    "AMD, shared": (("7", "7"), (Nccl(), Nccl()), ""),
+    "one rank without a GPU": (("7", None), (NEW, Nccl()), ""),
 }
 
 
@@ -164,19 +166,22 @@ def test_start_on_xla(case):
     """The GPUs and NCCL are stand-ins; every rank gets the same error."""
     gpus, versions, text = STARTS[case]
     rank = jaxmpi.rank()
-    take = partial(start.take_device, 2, None, over_nccl=True)
+    take = partial(start.take_device, 2, None, over_xla=True)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the GPU is shared
         patch.setattr(_devices, "choose", lambda *_: gpus[rank])
         patch.setattr(_devices, "unique", lambda name: name)
         patch.setattr(nccl, "find", lambda: versions[rank])
+        # of another vendor, or on one host only: no rank waits for another
+        patch.setattr(_devices, "uses_nccl", lambda: versions[rank] != Nccl())
         for name in (*SET, "XLA_CLIENT_MEM_FRACTION"):
             patch.setenv(name, "")
         if case in ("shared, old", "different"):
             with pytest.raises(jaxmpi.MPIError, match=text):
                 take()
         else:
-            assert text in take()
+            line = take()
+            assert text in line and ("NCCL 2" in line) == ("NCCL 2" in text)
         shared = case == "shared"
         assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == ("1" if shared else "")
 
