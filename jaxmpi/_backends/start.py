@@ -49,7 +49,7 @@ def join_xla(launched: int, devices: Sequence[int] | None) -> MpiRanks:
     """
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
-    gpus = take_device(launched, devices, over_nccl=_devices.uses_nccl())
+    gpus = take_device(launched, devices, over_xla=True)
     ranks = MpiRanks("xla", mpi, Xla)
     ranks.gpus = gpus
     return ranks
@@ -218,13 +218,13 @@ def check_platforms(platforms: Sequence[str]) -> None:
         )
 
 
-def take_device(launched: int, devices: Sequence[int] | None, *, over_nccl: bool = False) -> str:
+def take_device(launched: int, devices: Sequence[int] | None, *, over_xla: bool = False) -> str:
     """Select this rank's GPU before JAX starts; ranks that share one get a fraction of its memory.
 
     Args:
       launched: the number of ranks in the launcher's environment.
       devices: as in `jaxmpi.init`.
-      over_nccl: whether the ranks communicate over NCCL, which then must allow it.
+      over_xla: whether the ranks communicate over XLA; NCCL must allow it then, where they use it.
 
     Returns:
       A line about the GPUs of all ranks; "" without any.
@@ -267,11 +267,25 @@ def take_device(launched: int, devices: Sequence[int] | None, *, over_nccl: bool
     for (its_host, gpu), (_, _, listed, variable) in zip(taken, chosen, strict=True):
         described.append(_devices.Taken(its_host, gpu, listed, variable))
     line = _devices.describe(described, memory)
-    # Versions that differ are refused by NCCL, too, wherever the GPUs are.
-    if names and over_nccl:
-        everyone = gathered(launched, nccl.find)
-        nccl.check_versions(everyone)
-        on_gpu = [_devices.sharing(taken, rank) for rank in range(world.size)]
-        shared = nccl.allow_sharing(everyone, on_gpu, world.rank, os.environ)
-        line += shared and f"; {shared}"
+    if names and over_xla:
+        line += _check_nccl(launched, taken, world.rank)
     return line
+
+
+def _check_nccl(launched: int, taken: Sequence[tuple[str, str | None]], rank: int) -> str:
+    """Check NCCL on all ranks, and let those that share a GPU do so; return how, in words.
+
+    Args:
+      launched: the number of ranks in the launcher's environment.
+      taken: for each rank, its host and the GPU that it has taken there.
+      rank: this rank.
+    """
+    # All ranks answer, also one without a GPU or with one of AMD's, whose RCCL is not asked.
+    everyone = gathered(launched, lambda: nccl.find() if _devices.uses_nccl() else nccl.Nccl())
+    uses = gathered(launched, _devices.uses_nccl)
+    nccl.check_versions(everyone)
+    on_gpu = []
+    for other in range(len(taken)):
+        on_gpu.append(_devices.sharing(taken, other) if uses[other] else [])
+    shared = nccl.allow_sharing(everyone, on_gpu, rank, os.environ)
+    return f"; {shared}" if shared else ""

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 import warnings
 from functools import partial
 
 import pytest
+from test_native import run
 
 import jaxmpi
 from jaxmpi import _devices
@@ -154,6 +156,8 @@ STARTS = {
     "shared, old": (("7", "7"), (OLD, OLD), "NCCL 2.27.7 takes one rank on a GPU"),
     "different": (("0", "1"), (OLD, NEW), "rank 1 has NCCL 2.30.7"),
     "none": ((None, None), (Nccl(), Nccl()), ""),
+    "AMD, shared": (("7", "7"), (Nccl(), Nccl()), ""),
+    "one rank without a GPU": (("7", None), (NEW, Nccl()), ""),
 }
 
 
@@ -164,21 +168,64 @@ def test_start_on_xla(case):
     """The GPUs and NCCL are stand-ins; every rank gets the same error."""
     gpus, versions, text = STARTS[case]
     rank = jaxmpi.rank()
-    take = partial(start.take_device, 2, None, over_nccl=True)
+    take = partial(start.take_device, 2, None, over_xla=True)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the GPU is shared
         patch.setattr(_devices, "choose", lambda *_: gpus[rank])
         patch.setattr(_devices, "unique", lambda name: name)
         patch.setattr(nccl, "find", lambda: versions[rank])
+        # of another vendor, or on one host only: no rank waits for another
+        patch.setattr(_devices, "uses_nccl", lambda: versions[rank] != Nccl())
         for name in (*SET, "XLA_CLIENT_MEM_FRACTION"):
             patch.setenv(name, "")
         if case in ("shared, old", "different"):
             with pytest.raises(jaxmpi.MPIError, match=text):
                 take()
         else:
-            assert text in take()
+            line = take()
+            assert text in line and ("NCCL 2" in line) == ("NCCL 2" in text)
         shared = case == "shared"
         assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == ("1" if shared else "")
+
+
+JOB = """
+import ctypes, os
+from jaxmpi._job.process import joining
+ctypes.CDLL(os.environ["LIBRARIES"].split(":")[joining.rank_here()])
+from jaxmpi import _devices
+_devices.find_spec = lambda name: object() if "cuda" in name else None
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+os.environ.pop("JAX_PLATFORMS", None)
+import jaxmpi
+jaxmpi.init("xla", verbose=True)
+print("NCCL_MAX_CTAS is", os.environ["NCCL_MAX_CTAS"], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((23007, 23007), ""),
+        ((22707, 22707), "NCCL 2.27.7 takes one rank on a GPU (on rank 0). Install NCCL 2.30 "),
+        (
+            (23007, 23102),
+            f"rank 0 has NCCL 2.30.7 (loaded {nccl.LIBRARY}), and rank 1 has NCCL 2.3",
+        ),
+    ],
+)
+def test_a_job_on_one_gpu(numbers, text, tmp_path):
+    """Every rank raises within seconds, or has the variables."""
+    paths = [library(tmp_path / str(rank), number) for rank, number in enumerate(numbers)]
+    start = time.monotonic()
+    done = run(2, JOB, tmp_path, LIBRARIES=":".join(map(str, paths)))
+    output = done.stdout + done.stderr
+    if text:
+        assert done.returncode and output.count("MPIError: init: ") >= 2 and text in output, output
+        assert time.monotonic() - start < 30
+    else:
+        assert done.returncode == 0 and output.count("NCCL_MAX_CTAS is 4") == 2, output
+        assert output.count("; NCCL 2.30.7 with NCCL_MAX_CTAS=4") == 1, output
 
 
 # `jaxmpi doctor`
