@@ -127,7 +127,7 @@ IN_FORM = {  # what can be broken in a form, if it is not BREAKS
     "ema": [*BREAKS, "forgotten mean"],
     "codebook": [*BREAKS, "forgotten mean"],
     "fully_shard": ["start", "order", "rate", "flag"],  # it takes the mean by itself
-    "local_sgd": ["start", "order"],  # between two means, each rank has its own parameters
+    "local_sgd": ["order"],  # models that start apart are equal after the first mean
 }
 NAMES = {**BREAKS, "forgotten mean": {"forgotten_mean"}, "skipped update": {"skipped_update"}}
 # what a step makes of a parameter p with a gradient g of its own rank

@@ -237,7 +237,9 @@ def carried_state(
       rows: whether the arguments have a leading axis of one, as in a pmap.
     """
     candidates = pairs(jaxpr, ins, outs, captured)
-    if not candidates:
+    # outputs that are shards of one array: other values on each rank, updated at one rate
+    shards = [i for i, path in enumerate(outs) if any(mark.of for mark in marks_of(path))]
+    if not candidates and not shards:
         return None
     inner, _ = _jaxcompat.parts(jaxpr)
     count = len(inner.invars)
@@ -304,6 +306,8 @@ def carried_state(
             its_keys |= origin.direct & keys
         else:
             found |= origin.applied
+    for output in shards:
+        found |= origins[output].applied & numbers
     found, found_with_keys = found & allowed, found_with_keys & allowed
     if not found and not found_with_keys:
         return None
