@@ -24,6 +24,7 @@ __all__ = ["mps_daemon"]
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+QUESTION = "get_default_active_thread_percentage"  # answered before there is a server, too
 START_SECONDS = 20.0  # for the daemon to start, or to answer
 END_SECONDS = 5.0  # for the daemon and its servers to end before they are killed
 _PIPE_NAME_BYTES = 48  # the folder's own name, and that of the longest pipe in it
@@ -134,7 +135,7 @@ def _start(program: str, environ: Mapping[str, str]) -> None:
 
 def _answers(program: str, environ: Mapping[str, str]) -> bool:
     """Return whether the daemon answers."""
-    said = _run([program], environ, "get_server_list\n")
+    said = _run([program], environ, f"{QUESTION}\n")
     return said is not None and said.returncode == 0
 
 

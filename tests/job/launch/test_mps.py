@@ -68,7 +68,7 @@ def test_a_daemon_for_a_block(seen, monkeypatch):
         assert Path(folder, "control").exists() and variables["CUDA_MPS_LOG_DIRECTORY"] == folder
         assert len(mps._processes(folder)) == 1
     assert not os.path.exists(folder) and not mps._processes(folder)
-    assert asked(seen) == ["start", "get_server_list", "get_server_list", "quit"]
+    assert asked(seen) == ["start", mps.QUESTION, mps.QUESTION, "quit"]
     # it would number those two anew, and the ranks would ask for a GPU 2 that is not there
     assert seen.read_text().splitlines()[0].endswith("gpus=")
 
