@@ -313,7 +313,7 @@ def check_data(data: PyTree | RandomAccess, *, seed: int = 0, axis: Axis = AXIS)
 
     Numbers, texts, paths (by their last two names), arrays, and small tuples, lists and dicts of
     these count by their values, and so does what converts to a NumPy array; other objects by their
-    type. If the first sample is another one when it is read again, as with random crops, all
+    type. Each of these samples is read twice. If one is another one then, as with random crops, all
     samples count by their types: pass the data set without them.
 
     **Collective:** every rank calls it. **Communication:** 16 bytes. On one rank, and in traced

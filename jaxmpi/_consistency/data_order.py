@@ -8,10 +8,10 @@ same error.
 from collections.abc import Sequence
 
 from jaxmpi._backends.interface import Ranks
-from jaxmpi._consistency.compare import gather_reports
+from jaxmpi._consistency.compare import continue_after_reports, gather_reports
 from jaxmpi._consistency.findings import Finding
 from jaxmpi._consistency.mismatch import Call, Details, Report, mismatch_of, outliers
-from jaxmpi._data.fingerprint import Fingerprint, Rough
+from jaxmpi._data.fingerprint import ApproximateSample, Fingerprint
 
 __all__ = ["check_same_data"]
 
@@ -39,8 +39,8 @@ def check_same_data(
       has_allow: whether the function has the argument `allow`.
 
     Returns:
-      Whether the samples are equal on all ranks, and not up to rounding alone; False if not all
-      ranks have a fingerprint. It is the same on all ranks.
+      Whether what was compared is equal on all ranks, and not up to rounding alone. It is the same
+      on all ranks.
 
     Raises:
       RankMismatchError: on every rank.
@@ -54,8 +54,9 @@ def check_same_data(
     details: Details = {
         "given": list(arguments),
         "samples": [tuple(place) for place in places],
-        "rough": fingerprint.rough() if fingerprint else [],
-        "in_words": fingerprint.in_words() if fingerprint else [],
+        "approximate": fingerprint.approximate() if fingerprint else [],
+        "descriptions": fingerprint.descriptions() if fingerprint else [],
+        "is_repeatable": [fingerprint is None or fingerprint.is_repeatable],
     }
     reports = gather_reports(backend, call, details)
     # Ranks that differ in more than their samples have the error of any other arguments.
@@ -64,12 +65,16 @@ def check_same_data(
     calls = [Call.of(function, "\n".join(report.details["given"])) for report in reports]
     if len(set(calls)) > 1:
         raise mismatch_of([Report(call, x.details) for call, x in zip(calls, reports, strict=True)])
-    if all(report.details["samples"] for report in reports):
+    # Where one rank has found that samples change, it has compared their types alone.
+    repeatable = [report.details["is_repeatable"][0] for report in reports]
+    is_comparable = all(repeatable) or not any(repeatable)
+    if is_comparable and all(report.details["samples"] for report in reports):
         _raise_difference(function, reports, groups, has_allow=has_allow)
+    continue_after_reports(backend)
     return False
 
 
-def _are_alike(mine: Sequence[Rough], theirs: Sequence[Rough]) -> bool:
+def _are_alike(mine: Sequence[ApproximateSample], theirs: Sequence[ApproximateSample]) -> bool:
     """Return whether samples are equal up to rounding."""
     return all(here.is_like(there) for here, there in zip(mine, theirs, strict=True))
 
@@ -79,24 +84,25 @@ def _raise_difference(
 ) -> None:
     """Raise the error of the first group whose ranks have different samples, if there is one."""
     for group in groups:
-        samples = [tuple(reports[rank].details["samples"]) for rank in group]
-        rough = [reports[rank].details["rough"] for rank in group]
-        if all(_are_alike(rough[0], theirs) for theirs in rough[1:]):
-            continue
-        differ = outliers(samples)
+        approximate = [reports[rank].details["approximate"] for rank in group]
+        # for each rank the first one with the same samples, up to rounding
+        same_as = [
+            next(i for i in range(len(group)) if _are_alike(approximate[i], x)) for x in approximate
+        ]
+        differ = outliers(same_as)
         if not differ:
             continue
         here = group[differ[0]]
         usual = next(rank for i, rank in enumerate(group) if i not in differ)
-        pairs = zip(samples[group.index(here)], samples[group.index(usual)], strict=True)
-        unequal = [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
+        pairs = zip(approximate[group.index(here)], approximate[group.index(usual)], strict=True)
+        unequal = [i for i, (mine, theirs) in enumerate(pairs) if not mine.is_like(theirs)]
         first = unequal[0]
         row = reports[here].details["samples"][first][0]
-        words = [reports[rank].details["in_words"][first] for rank in (here, usual)]
+        words = [reports[rank].details["descriptions"][first] for rank in (here, usual)]
         detail = f"another sample {row} than rank {usual}"
         if words[0] != words[1]:
             detail += f", {words[0]} and not {words[1]}"
-        detail += f"; {len(unequal)} of {len(samples[0])} samples that were compared differ"
+        detail += f"; {len(unequal)} of {len(approximate[0])} samples that were compared differ"
         ranks = [group[i] for i in differ]
         raise Finding(
             "data_order", function, ranks=ranks, detail=detail, has_allow=has_allow

@@ -10,15 +10,15 @@ only, because to read one may decode an image, or change the state of the source
 Numbers are compared by their bits. Where these differ, the ranks compare floats once more, up to
 rounding: hosts with other processors may compute data that differ in the last bits.
 
-Objects count by their values where these are plain, else by their type and shape. A path, or a text
-with slashes, counts by its last two names: the folder above may be another one on each host.
+Objects count by their values where these are plain, else by their type and shape. A path, and any
+text with a "/", counts by its last two parts alone: the folder above may be another one on each
+host.
 """
 
 import dataclasses
 import datetime
 import enum
 import hashlib
-import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -31,7 +31,7 @@ import numpy as np
 from jaxmpi._data.sources import Arrays, Samples
 from jaxmpi._leaves import PyTree, is_key
 
-__all__ = ["Fingerprint", "Place", "Rough", "fingerprint_of_samples"]
+__all__ = ["ApproximateSample", "Fingerprint", "SampleDigest", "fingerprint_of_samples"]
 
 DRAWN = 29  # places, beside the first, the middle and the last one
 MAX_LEAVES = 32  # of a tree of arrays whose rows all count; of more leaves these count
@@ -45,14 +45,14 @@ MAX_BYTES = 4096  # of a text, at either end
 SHOWN = 60  # characters of a sample in an error
 
 
-class Place(NamedTuple):
+class SampleDigest(NamedTuple):
     """One sample that the ranks compare: its number, and 64 bits of it."""
 
     row: int
     digest: int
 
 
-class Rough(NamedTuple):
+class ApproximateSample(NamedTuple):
     """One sample up to rounding: 64 bits of all but its floats, and sums of these.
 
     Attributes:
@@ -63,7 +63,7 @@ class Rough(NamedTuple):
     digest: int
     floats: list[tuple[float, float]]
 
-    def is_like(self, other: "Rough") -> bool:
+    def is_like(self, other: "ApproximateSample") -> bool:
         """Return whether two samples are equal up to rounding."""
         if self.digest != other.digest or len(self.floats) != len(other.floats):
             return False
@@ -102,29 +102,48 @@ class Fingerprint:
 
     Attributes:
       places: the samples, in the order of their numbers.
+      is_repeatable: whether the samples that were read were the same ones when they were read
+        again; if not, `places` have the bits of their types and shapes.
     """
 
-    def __init__(self, places: Sequence[Place], source: Arrays | Samples, *, read: bool) -> None:
-        self.places, self._source, self._read = tuple(places), source, read
+    def __init__(
+        self,
+        places: Sequence[SampleDigest],
+        source: Arrays | Samples,
+        is_repeatable: bool,
+        *,
+        read: bool,
+    ) -> None:
+        self.places, self.is_repeatable = tuple(places), is_repeatable
+        self._source, self._read = source, read
 
-    def rough(self) -> list[Rough]:
-        """Return the samples up to rounding."""
+    def approximate(self) -> list[ApproximateSample]:
+        """Return the samples up to rounding, or as they are where one cannot be read again."""
+        if not self.is_repeatable:
+            return [ApproximateSample(digest, []) for _, digest in self.places]
         samples = []
         for row, digest in self.places:
-            sample = self._source.sample(row)
-            # of a tree of arrays the same leaves as for the digest, whatever kind of tree it is
-            parts = _leaves(sample) if isinstance(self._source, Arrays) else [sample]
             floats = _Floats()
             try:
-                rest = b"".join(_plain(part, MAX_DEPTH, self._read, floats) for part in parts)
-                samples.append(Rough(_hash(rest), floats.found))
-            except Exception:  # of an object's own methods, or a dtype without a precision
-                samples.append(Rough(digest, []))
+                sample = self._source.sample(row)
+                # of a tree of arrays the same leaves as for the digest, whatever kind of tree it is
+                is_tree = isinstance(self._source, Arrays)
+                parts = [*map(_on_host, _leaves(sample))] if is_tree else [sample]
+                rest = b"".join(_encode(part, MAX_DEPTH, self._read, floats) for part in parts)
+                samples.append(ApproximateSample(_hash(rest), floats.found))
+            except Exception:  # of the user's code, or a dtype without a precision
+                samples.append(ApproximateSample(digest, []))
         return samples
 
-    def in_words(self) -> list[str]:
+    def descriptions(self) -> list[str]:
         """Return the samples as short texts, for an error."""
-        return [_shown(self._source.sample(row)) for row, _ in self.places]
+        texts = []
+        for row, _ in self.places:
+            try:
+                texts.append(_shown(self._source.sample(row)))
+            except Exception as error:  # of the user's code
+                texts.append(f"unreadable now ({type(error).__name__})")
+        return texts
 
 
 def fingerprint_of_samples(
@@ -135,20 +154,21 @@ def fingerprint_of_samples(
     Args:
       source: the source.
       seed: of the places; None is 0.
-      read: whether to read the samples of any source, one by one. If the first one is another
-        one when it is read again, as with random crops, samples count by their types alone.
+      read: whether to read the samples of any source, one by one. If some are other ones when they
+        are read again, as with random crops, samples count by their types alone.
     """
     rows = _rows(len(source), seed or 0)
+    is_repeatable = True
     if isinstance(source, Arrays):
         digests = _of_rows(source.leaves(), rows)
     elif (samples := source.in_memory(rows)) is not None:
         digests = [_digest(sample, read=read) for sample in samples]
     elif read:
-        digests = _of_read(source, rows)
+        digests, is_repeatable = _of_read(source, rows)
     else:
         return None
-    places = [Place(*place) for place in zip(rows, digests, strict=True)]
-    return Fingerprint(places, source, read=read)
+    places = [SampleDigest(*place) for place in zip(rows, digests, strict=True)]
+    return Fingerprint(places, source, is_repeatable, read=read)
 
 
 def _rows(n: int, seed: int) -> list[int]:
@@ -191,7 +211,7 @@ def _contents(leaf: np.ndarray | jax.Array, rows: Sequence[int]) -> list[bytes]:
     else:
         host = np.asarray(leaf)  # without the mask of a masked array, or the file of a map
     if host.dtype.hasobject:
-        return [layout + _plain(host[row], MAX_DEPTH) for row in rows]
+        return [layout + _encode(host[row], MAX_DEPTH) for row in rows]
     step = _step(host[0].size if len(host) else 0)
     if step > 1:
         return [layout + host[row].flat[::step].tobytes() for row in rows]
@@ -214,6 +234,12 @@ def _local(x: jax.Array) -> jax.Array | None:
     return x if len(x.devices()) == 1 else None
 
 
+def _on_host(x: object) -> object:
+    """Return an array of JAX as one of NumPy, where its values are here."""
+    local = _local(x) if isinstance(x, jax.Array) else None
+    return x if local is None else np.asarray(local)
+
+
 def _is_on_cpu(x: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in x.devices())
 
@@ -221,21 +247,22 @@ def _is_on_cpu(x: jax.Array) -> bool:
 # samples
 
 
-def _of_read(source: Samples, rows: Sequence[int]) -> list[int]:
-    """Return a digest of each sample, which is read one by one."""
-    digests, layouts = [], []
-    for row in rows:
-        sample = source.sample(row)
-        digests.append(_digest(sample, read=True))
-        layouts.append(_hash(_layout(sample).encode()))
-    is_repeatable = not rows or _digest(source.sample(rows[0]), read=True) == digests[0]
-    return digests if is_repeatable else layouts
+def _of_read(source: Samples, rows: Sequence[int]) -> tuple[list[int], bool]:
+    """Return a digest of each sample, and whether all are the same when they are read again.
+
+    If they are not, the digests are those of types and shapes.
+    """
+    samples = [source.sample(row) for row in rows]
+    digests = [_digest(sample, read=True) for sample in samples]
+    if digests == [_digest(source.sample(row), read=True) for row in rows]:
+        return digests, True
+    return [_hash(_layout(sample).encode()) for sample in samples], False
 
 
 def _digest(sample: PyTree, *, read: bool = False) -> int:
     """Return 64 bits of a sample; of one that was read, objects that convert to arrays count."""
     try:
-        return _hash(_plain(sample, MAX_DEPTH, read))
+        return _hash(_encode(sample, MAX_DEPTH, read))
     except Exception:  # of an object's own methods
         return _hash(_kind(sample).encode())
 
@@ -244,7 +271,7 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-def _plain(x: Any, depth: int, read: bool = False, floats: _Floats | None = None) -> bytes:
+def _encode(x: Any, depth: int, read: bool = False, floats: _Floats | None = None) -> bytes:
     """Return bytes that are equal where plain values are, in every process.
 
     Args:
@@ -277,7 +304,7 @@ def _plain(x: Any, depth: int, read: bool = False, floats: _Floats | None = None
 
 
 def _container(x: Any, depth: int, read: bool, floats: _Floats | None) -> bytes:
-    """Return the bytes of `_plain` for the items of a container, or for the type of an object."""
+    """Return the bytes of `_encode` for the items of a container, or for the type of an object."""
     items: list[bytes] = []
     length = 0
     if depth == 0:
@@ -285,18 +312,20 @@ def _container(x: Any, depth: int, read: bool, floats: _Floats | None) -> bytes:
     if isinstance(x, tuple | list):
         length = len(x)
         for item in x[:: length // MAX_ITEMS + 1]:
-            items.append(_plain(item, depth - 1, read, floats))
+            items.append(_encode(item, depth - 1, read, floats))
     elif isinstance(x, dict) or (read and isinstance(x, Mapping)):
         length = len(x)
-        for key in sorted(itertools.islice(x, MAX_ITEMS), key=repr):
-            items += _plain(key, depth - 1), _plain(x[key], depth - 1, read, floats)
+        # Other processes may have another order, and other objects as keys another text.
+        if all(isinstance(key, str | int | float | tuple) for key in x):
+            for key in sorted(x, key=repr)[:MAX_ITEMS]:
+                items += _encode(key, depth - 1), _encode(x[key], depth - 1, read, floats)
     elif isinstance(x, set | frozenset):  # its order is another one in each process
         length = len(x)
         if length <= MAX_ITEMS:
-            items = sorted(_plain(item, depth - 1) for item in x)
+            items = sorted(_encode(item, depth - 1) for item in x)
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
         for field in dataclasses.fields(x)[:MAX_ITEMS]:
-            items.append(_plain(getattr(x, field.name), depth - 1, read, floats))
+            items.append(_encode(getattr(x, field.name), depth - 1, read, floats))
     elif read and hasattr(x, "__array__"):
         return _array(np.asarray(x), depth, floats)
     else:
@@ -318,7 +347,7 @@ def _array(x: np.ndarray | jax.Array, depth: int, floats: _Floats | None) -> byt
         return layout + floats.add(host)
     picked = host.flat[:: _step(host.size)]
     if host.dtype.hasobject and depth:
-        items = [_plain(item, depth - 1, False, floats) for item in picked[:MAX_ITEMS]]
+        items = [_encode(item, depth - 1, False, floats) for item in picked[:MAX_ITEMS]]
         return layout + b"".join(items)
     if host.dtype.hasobject:
         return layout

@@ -26,6 +26,7 @@ from jaxmpi.testing import run_ranks
 
 N = 24
 NOISE = np.random.default_rng(0).normal(size=(N, 700)).astype(np.float32)
+NOISE_LIST = [*NOISE]
 
 
 class Color(enum.Enum):
@@ -296,6 +297,84 @@ def test_a_source_that_fails_on_one_rank_is_an_error_on_all():
     with pytest.raises(TypeError if jaxmpi.rank() else RankMismatchError, match=r"np\.stack"):
         jaxmpi.shard(wrong)
     jaxmpi.barrier()
+
+
+class Flipped:
+    """Images of which half are flipped at random each time that they are read."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(jaxmpi.rank())
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return NOISE[i][:: -1 if self.random.random() < 0.5 else 1]
+
+
+class ReadOnce:
+    """Samples that can be read so many times each."""
+
+    def __init__(self, numbers, times):
+        self.numbers, self.left = numbers, dict.fromkeys(range(N), times)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        self.left[i] -= 1
+        if self.left[i] < 0:
+            raise OSError("the stream is over")
+        return self.numbers[i]
+
+
+@run_ranks(2, 3)
+def test_samples_that_are_random_on_each_rank_are_no_error():
+    jaxmpi.check_data(Flipped())
+
+
+@run_ranks(2)
+def test_samples_that_are_random_on_one_rank_are_no_error():
+    jaxmpi.check_data(Flipped() if jaxmpi.rank() else NOISE_LIST)
+
+
+@run_ranks(2, 3)
+def test_samples_that_cannot_be_read_once_more_are_an_error_on_all():
+    numbers = [*range(N)][:: -1 if jaxmpi.rank() == 1 else 1]
+    # twice for the digests; rank 1 has no more than these reads
+    source = ReadOnce(numbers, 2 if jaxmpi.rank() == 1 else 9)
+    with pytest.raises(RankMismatchError, match=r"another sample 0 than rank .*unreadable now"):
+        jaxmpi.check_data(source)
+    jaxmpi.barrier()
+
+
+@run_ranks(3)
+def test_a_rank_that_differs_by_rounding_is_not_named():
+    numbers = np.arange(1.0, N + 1, dtype=np.float32)
+    if jaxmpi.rank() == 1:
+        numbers = np.nextafter(numbers, np.float32(np.inf))
+    if jaxmpi.rank() == 2:
+        numbers = numbers[::-1].copy()
+    with pytest.raises(RankMismatchError, match="rank 2 has another sample 0 than rank 0") as found:
+        jaxmpi.check_data(numbers)
+    assert found.value.ranks == (2,)
+
+
+@run_ranks(2)
+def test_arrays_on_another_device_are_compared():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxmpi._data.fingerprint._is_on_cpu", lambda x: False)
+        order = slice(None, None, -1 if jaxmpi.rank() else 1)
+        with pytest.raises(RankMismatchError, match="another sample 0"):
+            jaxmpi.check_data(jnp.asarray(NOISE)[order])
+        jaxmpi.check_data(jnp.asarray(NOISE))
+
+
+@run_ranks(2)
+def test_the_order_of_keys_is_no_difference():
+    words = [f"word {i}" for i in range(40)]
+    samples = [dict.fromkeys(words[:: -1 if jaxmpi.rank() else 1], i) for i in range(N)]
+    jaxmpi.check_data(samples)
 
 
 @run_ranks(2)
