@@ -27,7 +27,7 @@ from jaxmpi._backends.one_process import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.data_order import check_same_data
-from jaxmpi._consistency.findings import checked_names, is_checked
+from jaxmpi._consistency.findings import allowed_names, is_checked
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._data.feeds import BatchesFeed
 from jaxmpi._data.fingerprint import Fingerprint, fingerprint_of_samples
@@ -86,7 +86,7 @@ def shard(
         "batches."
     )
     rank, size = _along("shard", axis, backend, backend.place.rank)
-    is_compared = is_checked("data_order", checked_names("shard", allow)) and size > 1
+    is_compared = is_checked("data_order", allowed_names("shard", allow)) and size > 1
     line = _jaxcompat.called_at()
     # A script may call it for each batch: its messages would wait for the step before.
     if not is_compared or line in backend.registry.shards or not _may_communicate():
@@ -185,7 +185,7 @@ def batches(
     [6.0, 22.0, 17.0]
     """
     backend = session.current("batches")
-    allowed = checked_names("batches", allow)
+    allowed = allowed_names("batches", allow)
     _, size = _along("batches", axis, backend, backend.place.rank)
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
     places = [_along("batches", axis, backend, rank)[0] for rank in backend.ranks_here]

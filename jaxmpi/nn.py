@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxmpi._consistency.findings import checked_names
+from jaxmpi._consistency.findings import allowed_names
 from jaxmpi._jit.api import describe
 from jaxmpi._jit.nnx import InPlace
 from jaxmpi._nn.running_stats import average_batch_stats
@@ -86,5 +86,5 @@ def jit(
             **jit_kwargs,
         )
     function = describe(fun, replicated_argnums, replicated_argnums, jit_kwargs)
-    allowed = checked_names("jaxmpi.nn.jit", allow)
+    allowed = allowed_names("jaxmpi.nn.jit", allow)
     return InPlace(replace(function, api="jaxmpi.nn.jit", allowed=allowed), jit_kwargs)

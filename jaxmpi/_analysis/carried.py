@@ -1,6 +1,6 @@
 """Find the state of a train step that must be equal on all ranks, by how a mean updates it.
 
-A step carries state from an argument to the output of its name. An output is *replicated state* if
+A step returns the next value of an argument under the same path. An output is *replicated state* if
 
 1. it depends on the result of a collective, through data and not only through a branch,
 2. that collective has more to reduce than the state itself, such as gradients of a batch, and
@@ -16,13 +16,14 @@ together: weights of particles that are divided by their sum over all ranks, a d
 step is the least of all ranks, models that a mean of all models attracts.
 
 What replicated state is computed from must be equal before the step, too, or the ranks differ for
-ever: `p`, and also `rate`. A value counts if it meets the result of a collective on the way there,
-and does not if it only goes into a collective, as a weight or a sample count does:
+ever: `p`, and also `rate`. An input counts if it is combined with the result of a collective on the
+way to the new state, and does not if it only enters a collective, as a weight or a sample count
+does:
 
     p' = p - rate * psum(n * g) / psum(n)     p and rate count; n and what g is made of do not
 
-A collective that gathers shards is no such end: with `sharded`, each rank updates its shard at its
-own rate after the mean, and the shards are gathered.
+An all-gather does not end a path: with `sharded`, each rank updates its shard at its own rate after
+the mean, and the shards are gathered.
 """
 
 from collections.abc import Sequence
@@ -72,8 +73,9 @@ class Origin(NamedTuple):
     """Inputs that a value is computed from.
 
     Attributes:
-      direct: those from which there is a way without a collective to the value.
-      applied: those that have met the result of a collective on the way, and no reduction since.
+      direct: those that reach the value on a path without a collective.
+      applied: those that are combined with the result of a collective on some path, with no
+        allreduce after that point.
       after_mean: whether the value depends on the result of a collective, through data.
       reduced: the number of elements of the largest such result to which an input contributed that
         is no state; 0 for none.

@@ -61,7 +61,7 @@ def only_together(
     gather: Callable[[], jax.Array],
     explain: Callable[[np.ndarray], str],
 ) -> ClosedJaxpr:
-    """Return a branch that raises an error on all ranks, and sends nothing, if they take others.
+    """Return a branch that runs if all ranks take it; else it raises on all, and sends nothing.
 
     Args:
       jaxpr: of the branch.

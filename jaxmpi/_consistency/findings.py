@@ -1,4 +1,4 @@
-"""Findings: assumptions of data-parallel training that a rank breaks, and their words.
+"""Findings: assumptions of data-parallel training that a rank breaks, and their messages.
 
 A check makes a `Finding` of what it has found. This file alone makes an error or a warning of it.
 
@@ -17,7 +17,7 @@ from jaxmpi._consistency.mismatch import ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process import settings
 
-__all__ = ["ASSUMPTIONS", "Assumption", "Finding", "checked_names", "is_checked"]
+__all__ = ["ASSUMPTIONS", "Assumption", "Finding", "allowed_names", "is_checked"]
 
 MAX_LEAVES = 3  # that a text names
 
@@ -139,8 +139,8 @@ class Finding(NamedTuple):
         return f"{self.function}: {found}", advice
 
 
-def checked_names(function: str, allow: str | Iterable[str]) -> frozenset[str]:
-    """Return the names in an argument `allow`.
+def allowed_names(function: str, allow: str | Iterable[str]) -> frozenset[str]:
+    """Return the names in an argument `allow`, each of which an assumption has.
 
     Raises:
       ValueError: a name that no assumption has.

@@ -92,8 +92,11 @@ class _Floats:
         finite = np.isfinite(numbers)
         numbers = np.where(finite, numbers, 0)
         error = ROUNDINGS * eps * float(np.abs(numbers).sum())
-        for k in range(SUMS):
-            self.found.append((float(np.cos(k * np.arange(len(numbers))) @ numbers), error))
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = [float(np.cos(k * np.arange(len(numbers))) @ numbers) for k in range(SUMS)]
+        if not np.isfinite([*sums, error]).all():
+            return numbers.tobytes()
+        self.found.extend((total, error) for total in sums)
         return finite.tobytes()
 
 
@@ -316,7 +319,7 @@ def _container(x: Any, depth: int, read: bool, floats: _Floats | None) -> bytes:
     elif isinstance(x, dict) or (read and isinstance(x, Mapping)):
         length = len(x)
         # Other processes may have another order, and other objects as keys another text.
-        if all(isinstance(key, str | int | float | tuple) for key in x):
+        if all(key is None or isinstance(key, str | int | float | bytes) for key in x):
             for key in sorted(x, key=repr)[:MAX_ITEMS]:
                 items += _encode(key, depth - 1), _encode(x[key], depth - 1, read, floats)
     elif isinstance(x, set | frozenset):  # its order is another one in each process

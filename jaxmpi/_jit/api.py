@@ -12,7 +12,7 @@ from jax.tree_util import PyTreeDef
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._consistency.eager_calls import EagerCalls
-from jaxmpi._consistency.findings import checked_names
+from jaxmpi._consistency.findings import allowed_names
 from jaxmpi._jit.function import Function, Leaf, choose_arguments, is_per_rank
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
@@ -91,7 +91,7 @@ def jit(
             **jit_kwargs,
         )
     function = describe(fun, replicated_argnums, replicated_outnums, jit_kwargs)
-    return Step(replace(function, allowed=checked_names("jaxmpi.jit", allow)), jit_kwargs)
+    return Step(replace(function, allowed=allowed_names("jaxmpi.jit", allow)), jit_kwargs)
 
 
 def describe(

@@ -137,7 +137,7 @@ class Executor(ABC):
         self._is_first_call = True  # until a call has run a program with collectives
         self._restores = backend.registry.restores  # after which arguments were compared
         self._numbers: NumberWatch | None = None
-        self._found: Sequence[Finding] = ()  # and not raised yet
+        self._found: Sequence[tuple[int, Finding]] = ()  # and not raised yet
         exchange = session.neighbors()
         is_wanted = any(
             is_checked(name, function.allowed) for name in ("unequal_start", "unequal_number")

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.interface import Ranks
-from jaxmpi._consistency.findings import checked_names
+from jaxmpi._consistency.findings import allowed_names
 from jaxmpi._jit.api import describe, local
 from jaxmpi._jit.function import argument_name, title_of
 from jaxmpi._jit.lost_nnx_changes import watch_changes
@@ -129,7 +129,7 @@ def pmap(
         equal_output=axes.output_has_none,
         feeds_rows=True,
         api="jaxmpi.pmap",
-        allowed=checked_names("jaxmpi.pmap", allow),
+        allowed=allowed_names("jaxmpi.pmap", allow),
     )
     step = Step(function, options)
 

@@ -1,4 +1,4 @@
-"""Whether this rank gets on while others wait: its CPU time, and callbacks that do not return.
+"""Status of this rank while others wait: its CPU time, and callbacks that do not return.
 
 Nobody sees the messages of a program of XLA or mpi4jax. What shows that a rank is stuck in one:
 

@@ -56,12 +56,12 @@ class NeighborExchange:
 
     Attributes:
       calls, errors: as in `At`.
-      found: what was found and not yet raised on this rank.
+      found: what was found and not yet raised on this rank, with the `errors` of its call.
     """
 
     def __init__(self, monitor: Monitor) -> None:
         self.calls = self.errors = 0
-        self.found: list[Finding] = []
+        self.found: list[tuple[int, Finding]] = []
         self.poll = partial(monitor.poll, ("neighbor", "neighbors differ"))
         self._monitor, self._registry = monitor, monitor.backend.registry
         self._rank, self._size = monitor.backend.place.rank, monitor.backend.place.size
@@ -113,8 +113,9 @@ class NeighborExchange:
         at, finding = message
         with self._lock:
             # Several ranks may tell the same; what was raised already is no news.
-            if at.errors == self._registry.mismatches and finding not in self.found:
-                self.found.append(finding)
+            found = at.errors, finding
+            if at.errors == self._registry.mismatches and found not in self.found:
+                self.found.append(found)
 
     def count(self, has_failed: Callable[[], bool]) -> bool:
         """Count a call of a program with collectives, and return whether it counts.
@@ -140,7 +141,12 @@ class NeighborExchange:
     def take(self) -> Finding | None:
         """Return a finding for this rank to raise, once."""
         with self._lock:
-            return self.found.pop(0) if self.found else None
+            while self.found:
+                errors, finding = self.found.pop(0)
+                # Another rank may have told the same while this one raised it.
+                if errors == self._registry.mismatches:
+                    return finding
+            return None
 
     def note_error(self) -> None:
         """Note that a call raises a mismatch, as on all ranks.
