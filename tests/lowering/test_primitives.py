@@ -51,7 +51,9 @@ def _containing_jaxprs():
         for primitive in vars(core).values()
         if isinstance(primitive, core.Primitive) and getattr(primitive, "call_primitive", False)
     }
-    return {primitive.name for table in tables for primitive in table} | calls
+    names = {primitive.name for table in tables for primitive in table} | calls
+    # JAX 0.12 makes one for each primitive that it differentiates, when it does; it is not traced.
+    return {name for name in names if not name.startswith("vjp_node[")}
 
 
 def test_every_primitive_that_contains_a_jaxpr_is_known():
