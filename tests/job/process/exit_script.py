@@ -14,7 +14,7 @@ import jaxmpi
 
 kind, ending, folder = sys.argv[1:]
 world = jaxmpi.init()
-rows = np.arange(400_000.0).reshape(40, 10_000) + world.rank
+rows = np.arange(400_000.0).reshape(40, 10_000)
 
 
 def blocked():
