@@ -32,7 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
@@ -240,76 +240,45 @@ def carried_state(
     """
     candidates = pairs(jaxpr, ins, outs, captured)
     # outputs that are shards of one array: other values on each rank, updated at one rate
-    shards = [i for i, path in enumerate(outs) if any(mark.of for mark in marks_of(path))]
+    shards = [i for i, path in enumerate(outs) if any(m.of is not None for m in marks_of(path))]
     if not candidates and not shards:
         return None
     inner, _ = _jaxcompat.parts(jaxpr)
-    count = len(inner.invars)
-    rank, group = 1 << count, 1 << (count + 1)
-    # The inputs that are equal on all ranks if these are right: all of the state, the numbers, and
-    # what the function has from outside.
-    state, numbers, keys, raw_keys = (1 << captured) - 1, 0, 0, 0
-    for pair in candidates:
-        state |= 1 << pair.source
-    for i, v in enumerate(inner.invars):
-        if i >= captured and not _is_equal_leaf(ins[i - captured]):
-            continue
-        if _is_key(v.aval):
-            keys |= 1 << i
-        elif _may_be_key(v.aval):
-            raw_keys |= 1 << i
-        elif i >= captured and _is_number(v.aval, rows):
-            numbers |= 1 << i
-    of_step = (state >> captured << captured | numbers) & ~(keys | raw_keys)
-    bits = _Bits(rank, group, equal=state | numbers, data=(2 * rank - 1) & ~of_step)
-
-    def visit(
-        eqn: JaxprEqn, operands: list[Origin], results: list[Origin], control: Origin
-    ) -> None:
-        # A raw key is an array of numbers that is made a key.
-        nonlocal keys
-        if op_of(eqn) is Op.MAKE_KEY:
-            keys |= operands[0].direct & raw_keys
-
-    facts = [Origin(1 << i) for i in range(count)]
-    origins = propagate(_analysis(bits), jaxpr, facts, visit)
+    inputs = _classified(inner.invars, ins, captured, [pair.source for pair in candidates], rows)
+    bits = _bits(inputs, len(inner.invars), captured)
+    origins, keys = _origins(jaxpr, inputs, bits)
     # Only what its next value is computed from is state: gradients that are averaged are not.
     carried = (1 << captured) - 1
     for pair in candidates:
         origin = origins[pair.output]
         carried |= (origin.direct | origin.applied) & 1 << pair.source
-    state &= carried
+    state, numbers = inputs.state & carried, inputs.numbers
     allowed = (state | numbers) & ~keys
-    # A value that was reduced in groups may be equal on all ranks after a second reduction.
-    grouped: list[bool] = []
     found, found_with_keys, its_keys, trained = 0, 0, 0, 0
+    may_differ: Sequence[bool] = ()  # the outputs, by the analysis of groups
     for pair in candidates:
-        origin = origins[pair.output]
-        if not origin.after_mean or isinstance(inner.outvars[pair.output], Literal):
+        origin, output = origins[pair.output], inner.outvars[pair.output]
+        if isinstance(output, Literal) or not _is_update(origin, 1 << pair.source):
             continue
-        # The mean of what was there before, or in a branch that itself, is no update of it.
-        source = 1 << pair.source
-        if origin.direct & source and not origin.applied & source:
-            continue
-        trained |= source
-        if origin.reduced < min(2, inner.outvars[pair.output].aval.size):
+        trained |= 1 << pair.source
+        if origin.reduced < min(2, output.aval.size):
             continue
         others = origin.direct & ~(allowed | keys)
         if others & ~bits.group:
             continue
-        if others:
-            if not grouped:
-                differs = [not (allowed | keys) >> i & 1 for i in range(count)]
-                grouped = may_vary(jaxpr, differs, constants=False)
-            if grouped[pair.output]:
-                continue
+        # A value that was reduced in groups may be equal on all ranks after a second reduction.
+        if others and not may_differ:
+            differs = [not (allowed | keys) >> i & 1 for i in range(len(inner.invars))]
+            may_differ = may_vary(jaxpr, differs, constants=False)
+        if others and may_differ[pair.output]:
+            continue
         if origin.direct & keys:
             found_with_keys |= origin.applied
             its_keys |= origin.direct & keys
         else:
             found |= origin.applied
-    for output in shards:
-        found |= origins[output].applied & numbers
+    for i in shards:
+        found |= origins[i].applied & numbers
     found, found_with_keys = found & allowed, found_with_keys & allowed
     if not found and not found_with_keys:
         return None
@@ -319,6 +288,83 @@ def carried_state(
         _indices(found_with_keys & ~found & state),
         _indices(found & numbers & ~trained),
     )
+
+
+class _Inputs(NamedTuple):
+    """Inputs that are equal on all ranks if the user has made no mistake, as sets.
+
+    Attributes:
+      state: those that an output is the next value of, and arrays from outside.
+      numbers: those of one element among the arguments.
+      keys: PRNG keys.
+      raw_keys: arrays of numbers that may be keys.
+    """
+
+    state: int
+    numbers: int
+    keys: int
+    raw_keys: int
+
+
+def _classified(
+    invars: Sequence[Var],
+    ins: Sequence[KeyPath],
+    captured: int,
+    sources: Sequence[int],
+    rows: bool,
+) -> _Inputs:
+    """Return the sets of inputs; `sources` are those that an output is the next value of."""
+    state, numbers, keys, raw_keys = (1 << captured) - 1, 0, 0, 0
+    for i in sources:
+        state |= 1 << i
+    for i, v in enumerate(invars):
+        if i >= captured and not _is_equal_leaf(ins[i - captured]):
+            continue
+        if _is_key(v.aval):
+            keys |= 1 << i
+        elif _may_be_key(v.aval):
+            raw_keys |= 1 << i
+        elif i >= captured and _is_number(v.aval, rows):
+            numbers |= 1 << i
+    return _Inputs(state, numbers, keys, raw_keys)
+
+
+def _bits(inputs: _Inputs, count: int, captured: int) -> _Bits:
+    """Return the sets and bits of a program with so many inputs, of which the first are captured.
+
+    Captured arrays count as data, too: a function may have its batch from outside.
+    """
+    rank, group = 1 << count, 1 << (count + 1)
+    arguments = inputs.state >> captured << captured
+    of_step = (arguments | inputs.numbers) & ~(inputs.keys | inputs.raw_keys)
+    every = (1 << count) - 1 | rank
+    return _Bits(rank, group, equal=inputs.state | inputs.numbers, data=every & ~of_step)
+
+
+def _origins(jaxpr: AnyJaxpr, inputs: _Inputs, bits: _Bits) -> tuple[list[Origin], int]:
+    """Return the origins of the outputs, and the set of inputs that are PRNG keys."""
+    keys = inputs.keys
+
+    def visit(
+        eqn: JaxprEqn, operands: list[Origin], results: list[Origin], control: Origin
+    ) -> None:
+        # A raw key is an array of numbers that is made a key.
+        nonlocal keys
+        if op_of(eqn) is Op.MAKE_KEY:
+            keys |= operands[0].direct & inputs.raw_keys
+
+    inner, _ = _jaxcompat.parts(jaxpr)
+    facts = [Origin(1 << i) for i in range(len(inner.invars))]
+    return propagate(_analysis(bits), jaxpr, facts, visit), keys
+
+
+def _is_update(origin: Origin, source: int) -> bool:
+    """Return whether an output is an update of an input by the result of a collective.
+
+    The mean of what was there before, or in a branch that itself, is none.
+    """
+    is_kept = origin.direct & source and not origin.applied & source
+    return origin.after_mean and not is_kept
 
 
 def _is_key(aval: AbstractValue) -> bool:

@@ -85,10 +85,8 @@ class Trait(Flag):
     REARRANGES = auto()  # each element of the result is an element of an operand
     RESHAPES = auto()  # REARRANGES, and keeps the order of the elements
     IDENTITY = auto()  # result i equals operand i
-    KEEPS_VALUE = auto()  # result i equals operand i, up to shape, dtype and rounding
     # If every operand has one number in all of its elements, so has the result.
     KEEPS_CONSTANTS = auto()
-    ADDS_UP = auto()  # each operand is added into the result, or may be selected as it
     # How XLA rounds. Computing two equations in one fused loop may change the rounding of a sum; so
     # these tell which values may be separated from the equations around them (`messages_of`).
     # A sum among the operands is rounded the same whether it is fused with this equation or not.
@@ -126,9 +124,7 @@ class Properties(NamedTuple):
 ELEMENTWISE = Trait.ELEMENTWISE
 REARRANGES = Trait.REARRANGES
 IDENTITY = Trait.IDENTITY
-KEEPS_VALUE = Trait.KEEPS_VALUE
 KEEPS_CONSTANTS = Trait.KEEPS_CONSTANTS
-ADDS_UP = Trait.ADDS_UP
 PLACES_NUMBERS = Trait.PLACES_NUMBERS
 MAY_SCALE = Trait.MAY_SCALE
 TAKES_TIME = Trait.TAKES_TIME
@@ -201,25 +197,23 @@ PRIMITIVES: dict[str, Properties] = {
     "debug_print": Properties(Op.CALLBACK, CALLS_PYTHON),
     "ffi_call": Properties(Op.CALLBACK, CALLS_PYTHON | TAKES_TIME),
     # identities, conversions included
-    "jaxmpi_mark": Properties(Op.MARK, ELEMENTWISE | IDENTITY | KEEPS_VALUE),
-    "name": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE),
-    "copy": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
-    "copy_p": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
-    "optimization_barrier": Properties(Op.BARRIER, REARRANGES | IDENTITY | KEEPS_VALUE),
-    "convert_element_type": Properties(
-        Op.CONVERT, ELEMENTWISE | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE
-    ),
-    "reduce_precision": _plain(ELEMENTWISE | KEEPS_VALUE),
+    "jaxmpi_mark": Properties(Op.MARK, ELEMENTWISE | IDENTITY),
+    "name": _plain(ELEMENTWISE | IDENTITY),
+    "copy": _plain(ELEMENTWISE | IDENTITY | KEEPS_CONSTANTS | MAY_SCALE),
+    "copy_p": _plain(ELEMENTWISE | IDENTITY | KEEPS_CONSTANTS | MAY_SCALE),
+    "optimization_barrier": Properties(Op.BARRIER, REARRANGES | IDENTITY),
+    "convert_element_type": Properties(Op.CONVERT, ELEMENTWISE | KEEPS_CONSTANTS | MAY_SCALE),
+    "reduce_precision": _plain(ELEMENTWISE),
     "stop_gradient": _plain(ELEMENTWISE),
     # elementwise arithmetic
-    "add": Properties(Op.ADD, ELEMENTWISE | KEEPS_CONSTANTS | ADDS_UP),
-    "add_any": _plain(ELEMENTWISE | KEEPS_CONSTANTS | ADDS_UP),
+    "add": Properties(Op.ADD, ELEMENTWISE | KEEPS_CONSTANTS),
+    "add_any": _plain(ELEMENTWISE | KEEPS_CONSTANTS),
     "sub": Properties(Op.SUBTRACT, ELEMENTWISE | KEEPS_CONSTANTS),
     "mul": _plain(ELEMENTWISE | KEEPS_CONSTANTS | MAY_SCALE),
     "div": Properties(Op.DIVIDE, ELEMENTWISE | KEEPS_CONSTANTS),
     "neg": _plain(ELEMENTWISE | KEEPS_CONSTANTS | MAY_SCALE),
-    "max": _plain(ELEMENTWISE | ADDS_UP),
-    "min": _plain(ELEMENTWISE | ADDS_UP),
+    "max": _plain(ELEMENTWISE),
+    "min": _plain(ELEMENTWISE),
     "clamp": Properties(Op.CLAMP, ELEMENTWISE),
     "select_n": Properties(Op.SELECT, ELEMENTWISE | PLACES_NUMBERS),
     "integer_pow": _plain(ELEMENTWISE | MAY_SCALE),
@@ -290,7 +284,7 @@ PRIMITIVES: dict[str, Properties] = {
     "broadcast_in_dim": Properties(
         Op.BROADCAST_SHAPE, REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE
     ),
-    "reshape": _plain(REARRANGES | RESHAPES | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
+    "reshape": _plain(REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE),
     "expand_dims": _plain(REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE),
     "squeeze": _plain(REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE),
     "transpose": _plain(REARRANGES | KEEPS_CONSTANTS | MAY_SCALE),
