@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ import pytest
 from flax import nnx
 
 import jaxmpi
-from jaxmpi._jit.numbers import Numbers
+from jaxmpi._consistency.findings import Finding
+from jaxmpi._jit.numbers import EVERY, Numbers, NumberWatch
+from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 CHANGED = 30  # the step at which rank 1 changes a number
@@ -149,10 +152,29 @@ def two_steps():
         params = jax.block_until_ready(step(params, batch(), 0.01 if is_changed(i) else 0.1))
 
 
+def fully_sharded():
+    """Each rank has its own shards, so no array has two values."""
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+
+    @jaxmpi.jit
+    def step(shards, state, x):
+        grads = jax.grad(lambda shards: loss(jaxmpi.unshard(shards), x))(shards)
+        updates, state = tx.update(grads, state, shards)
+        return optax.apply_updates(shards, updates), state
+
+    shards = jaxmpi.fully_shard(start())
+    state = jaxmpi.jit(tx.init)(shards)
+    for i in range(CHANGED + 100):
+        if is_changed(i):
+            state = optax.tree.set(state, learning_rate=jnp.float32(0.01))
+        shards, state = jax.block_until_ready(step(shards, state, batch()))
+
+
 RATE = r"hyperparams\['learning_rate'\]"
 CHANGES = {
     "distributed": (lambda: transformed(jaxmpi.distributed), RATE),
     "sharded": (lambda: transformed(jaxmpi.sharded), RATE),
+    "fully sharded": (fully_sharded, RATE),
     "donated": (lambda: transformed(jaxmpi.distributed, donate_argnums=(0, 1)), RATE),
     "named": (
         lambda: transformed(
@@ -409,3 +431,90 @@ def test_numbers_may_differ_by_rounding_and_no_more():
     assert difference(packed(0.0, 1), 1, packed(1e-8, 1)) is None
     assert difference(packed(0.0, 1), 1, packed(1e-8, 1), (1e-3, 1)).leaves == ["rate"]
     assert difference(packed(1e-8, 1), 1, packed(2e-8, 1), (2e-8, 1)).leaves == ["rate"]
+
+
+# which calls are compared
+
+
+class End:
+    """The `end` of a call: ready some calls later."""
+
+    ndim = 1
+
+    def __init__(self, now, ready_at):
+        self.now, self.ready_at = now, ready_at
+
+    def is_ready(self):
+        return self.now() >= self.ready_at
+
+
+class Exchange:
+    """An exchange that keeps which calls it was given."""
+
+    def __init__(self):
+        self.errors, self.calls, self.given = 0, 0, []
+
+    def count(self, has_failed):
+        self.calls += 1
+        return True
+
+    def watch(self, stream):
+        pass
+
+    def poll(self):
+        pass
+
+    def add(self, stream, at, values):
+        self.given.append((at.errors, at.call))
+
+
+def given(delay, steps=1, calls=200):
+    """Return the calls that are compared, where `end` is ready some calls later."""
+    exchange = Exchange()
+    arrays = SimpleNamespace(local=lambda end: np.zeros(1, np.uint32))
+    backend = SimpleNamespace(
+        transport=SimpleNamespace(arrays=arrays), registry=SimpleNamespace(numbers={})
+    )
+    watches = [NumberWatch(backend, f"step {i}", exchange) for i in range(steps)]
+    for i in range(calls):
+        if i == 90:
+            exchange.errors, exchange.calls = 1, 0  # all ranks have raised
+        watches[i % steps].note(End(lambda: i, i + delay(i)))  # noqa: B023 - called at once
+    for watch in watches:
+        watch.send_last()
+    return set(exchange.given)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_ranks_compare_the_same_calls_however_many_programs_are_under_way(steps):
+    at_once = given(lambda i: 0, steps)
+    if steps == 1:
+        assert {(0, 1), (0, 1 + EVERY), (1, 1), (1, 1 + EVERY)} <= at_once
+    assert len(at_once) >= 8
+    for late in (lambda i: 32, lambda i: 31 * (i % 2), lambda i: i % 40):
+        assert given(late, steps) == at_once
+
+
+@run_ranks(2)
+def test_what_another_rank_has_raised_meanwhile_is_not_raised_again():
+    jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))(jnp.ones(3))
+    exchange = session.neighbors()
+    now = session.current("test").registry.mismatches
+    finding = Finding("unequal_number", "step", ["rate"], detail="1 on rank 0 and 2 on rank 1")
+    exchange.found.extend([(now - 1, finding), (now, finding), (now - 1, finding)])
+    assert exchange.take() == finding and exchange.take() is None
+
+
+@run_ranks(2, backend="xla")
+def test_a_program_with_a_count_of_the_host_has_one_usual_time():
+    @jaxmpi.jit(replicated_argnums=1)
+    def step(x, count):
+        return jaxmpi.tree_allreduce(x) * count
+
+    log = session.current("test").programs
+    log.look()
+    before = len(log._longest)
+    for i in range(10):
+        jax.block_until_ready(step(jnp.ones(3), i))
+    log.look()
+    assert len(log._longest) <= before + 1
