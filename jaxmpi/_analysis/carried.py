@@ -23,7 +23,8 @@ does:
     p' = p - rate * psum(n * g) / psum(n)     p and rate count; n and what g is made of do not
 
 An all-gather does not end a path: with `sharded`, each rank updates its shard at its own rate after
-the mean, and the shards are gathered.
+the mean, and the shards are gathered. With `fully_shard` they are not, and are outputs: other
+values on each rank, which are updated at one rate.
 """
 
 from collections.abc import Sequence
@@ -56,8 +57,9 @@ class CarriedState(NamedTuple):
       state: the inputs that replicated state is computed from.
       keys: PRNG keys on which further state depends.
       with_equal_keys: the inputs that must be equal, too, if these keys are equal on all ranks.
-      numbers: the inputs of one element from which replicated state is computed after a mean, and
-        which no mean updates themselves, such as a learning rate or a count.
+      numbers: the inputs of one element from which replicated state, or a shard of an array of all
+        ranks, is computed after a mean, and which no mean updates themselves, such as a learning
+        rate or a count.
     """
 
     state: tuple[int, ...]
@@ -239,8 +241,7 @@ def carried_state(
       rows: whether the arguments have a leading axis of one, as in a pmap.
     """
     candidates = pairs(jaxpr, ins, outs, captured)
-    # outputs that are shards of one array: other values on each rank, updated at one rate
-    shards = [i for i, path in enumerate(outs) if any(m.of is not None for m in marks_of(path))]
+    shards = [i for i, path in enumerate(outs) if _is_shard(path)]
     if not candidates and not shards:
         return None
     inner, _ = _jaxcompat.parts(jaxpr)
@@ -381,6 +382,11 @@ def _is_number(aval: AbstractValue, rows: bool) -> bool:
     """Return whether values of a type are single numbers."""
     is_numeric = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
     return bool(is_numeric) and (aval.shape == () or (rows and aval.shape == (1,)))
+
+
+def _is_shard(path: KeyPath) -> bool:
+    """Return whether a leaf is a shard of an array that all ranks have together."""
+    return any(mark.of is not None and mark.axis == AXIS for mark in marks_of(path))
 
 
 def _is_equal_leaf(path: KeyPath) -> bool:

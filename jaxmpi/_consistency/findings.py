@@ -26,13 +26,11 @@ class Assumption(NamedTuple):
     """An assumption of data-parallel training.
 
     Attributes:
-      is_error: whether numbers are surely wrong if a rank breaks it.
       found: the sentence about a rank that breaks it; `{leaves}`, `{ranks}` ("rank 1 has") and
         `{detail}` are those of the finding.
       advice: what to do about it.
     """
 
-    is_error: bool
     found: str
     advice: str
 
@@ -40,27 +38,23 @@ class Assumption(NamedTuple):
 # by the name that `allow` takes
 ASSUMPTIONS: Mapping[str, Assumption] = {
     "unequal_start": Assumption(
-        True,
         "{leaves} differ between the ranks before the first step: {ranks} other values than the "
         "other ranks. All ranks add the same updates, so they would differ for ever.",
         "Make them equal with jaxmpi.synchronize before the first step. What each rank should have "
         "of its own belongs into a jaxmpi.PerRankState, or in nnx into an nnx.BatchStat.",
     ),
     "unequal_number": Assumption(
-        True,
         "{leaves} differ between the ranks: {detail}.",
         "Numbers such as a learning rate change on all ranks or on none: decide by a value that "
         "all ranks have (jaxmpi.average_metrics), or put it into a jaxmpi.PerRankState.",
     ),
     "data_order": Assumption(
-        True,
         "the data differ between the ranks: {ranks} {detail}. Some samples would come twice, and "
         "others never.",
         "Read the samples in one order on all ranks, such as sorted(os.listdir(...)), and split "
         "them with one seed. Where each rank has data of its own, use jaxmpi.per_rank_batches.",
     ),
     "forgotten_mean": Assumption(
-        False,
         "output {leaves} may differ between the ranks from this call on, and was equal on all of "
         "them before.",
         "If it is trained, average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). If "
@@ -68,12 +62,10 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
         "jaxmpi.PerRankState, or in nnx into an nnx.BatchStat.",
     ),
     "repeated_mean": Assumption(
-        False,
         "the value summed or averaged at {detail} is equal on all ranks already.",
         "Leave the mean out; a sum multiplies the value by the number of ranks.",
     ),
     "skipped_update": Assumption(
-        True,
         "{ranks} skipped an update, with its collectives, that the other ranks have made: "
         "{detail}.",
         "Put the transformation that skips inside of jaxmpi.distributed, or use "
@@ -101,11 +93,6 @@ class Finding(NamedTuple):
     ranks: Sequence[int] = ()
     detail: str = ""
     has_allow: bool = True
-
-    @property
-    def is_error(self) -> bool:
-        """Return whether it is an error on all ranks, and not a warning on rank 0."""
-        return ASSUMPTIONS[self.assumption].is_error
 
     def error(self) -> RankMismatchError:
         """Return the error that every rank raises."""

@@ -1,8 +1,8 @@
 """Numbers of a step that must be equal on all ranks: compared while the ranks train.
 
 Such are a learning rate or a count (`_analysis.carried`). If one rank alone changes its own, the
-ranks' parameters drift apart, or with `sharded` the parts of one array train at different rates and
-nothing differs at all.
+ranks' parameters drift apart, or with `sharded` and `fully_shard` the parts of one array train at
+different rates and nothing differs at all.
 
 A program returns its numbers in an extra output, the array `end`, which is ready when the program
 has ended (`Numbers.pack`). The executor notes the `end` of each call (`NumberWatch`). It samples
@@ -40,7 +40,7 @@ __all__ = ["NumberWatch", "Numbers"]
 
 EVERY = 25  # calls
 # Processors of different kinds round exp, cos and pow differently, and so a schedule.
-TOLERANCE = 1e-4  # of the larger number; and at least TOLERANCE_ULPS
+TOLERANCE = 1e-4  # of the number; and at least TOLERANCE_ULPS
 TOLERANCE_ULPS = 4
 # And a schedule that ends at 0 may end beside it: of the largest value that the number has had.
 TOLERANCE_NEAR_ZERO = 2e-6

@@ -296,6 +296,21 @@ def test_numbers_that_may_differ_are_not_reported_on_xla(name):
     check_quiet(name)
 
 
+@run_ranks(4, axes={"island": 2, "member": 2})
+def test_shards_over_the_members_of_an_island_may_have_a_rate_of_their_own():
+    @jaxmpi.jit
+    def step(shards, x, rate):
+        grads = jax.grad(lambda shards: loss(jaxmpi.unshard(shards), x))(shards)
+        return jax.tree.map(lambda p, g: p - rate * g, shards, grads)
+
+    shards = jaxmpi.fully_shard(start(), axis="member")
+    rate = 0.1 if jaxmpi.rank() < 2 else 0.05
+    for _ in range(CHANGED + 100):
+        shards = step(shards, batch(), rate)
+    time.sleep(0.5)
+    step(shards, batch(), rate)
+
+
 @run_ranks(2)
 def test_calls_of_one_rank_alone_shift_nothing():
     """A rank evaluates alone with the same step, and another one has forgotten its programs."""
