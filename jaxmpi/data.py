@@ -92,12 +92,12 @@ def shard(
     if not is_compared or line in backend.registry.shards or not _may_communicate():
         part = Shard(data, rank=rank, size=size)
     else:
-        with compare.raising_on_all(backend, "shard"):
+        with compare.raising_on_all(backend, "shard", sends=False):
             part = Shard(data, rank=rank, size=size)
+            fingerprint = fingerprint_of_samples(part.source, None)
         arguments = [f"shard samples={len(part.source)}"]
         if axis != AXIS:
             arguments.append(f"shard axis={axis}")
-        fingerprint = fingerprint_of_samples(part.source, None)
         check_same_data(backend, "shard", arguments, fingerprint, _groups(backend, axis))
         backend.registry.shards.add(line)
     if not part.even:  # a loop over it is longer on some ranks
@@ -340,7 +340,7 @@ def check_data(data: PyTree | RandomAccess, *, seed: int = 0, axis: Axis = AXIS)
     if len(backend.ranks_here) == backend.place.size or size == 1 or _jaxcompat.tracing():
         open_whole("check_data", data)
         return
-    with compare.raising_on_all(backend, "check_data"):
+    with compare.raising_on_all(backend, "check_data", sends=False):
         source = open_whole("check_data", data)
         fingerprint = fingerprint_of_samples(source, seed, read=True)
     arguments = [f"check_data samples={len(source)}", f"check_data seed={seed}"]
@@ -489,7 +489,8 @@ class _Agreement:
             return
         at = {"epoch": self._made.epoch, "start": self._made.position}
         lines = [f"batches {name}={value}" for name, value in {**self._arguments, **at}.items()]
-        fingerprint = self._fingerprint if self._is_compared else None
+        with compare.raising_on_all(self._backend, "batches", sends=False):
+            fingerprint = self._fingerprint if self._is_compared else None
         if not check_same_data(self._backend, "batches", lines, fingerprint, self._groups):
             # Each group has data of its own, or some ranks cannot compare: only once is enough.
             self._is_compared = False

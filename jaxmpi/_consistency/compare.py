@@ -93,7 +93,7 @@ def raise_found(backend: Ranks, error: RankMismatchError) -> NoReturn:
 
 
 @contextlib.contextmanager
-def raising_on_all(backend: Ranks, function: str) -> Iterator[None]:
+def raising_on_all(backend: Ranks, function: str, *, sends: bool = True) -> Iterator[None]:
     """Check the arguments of a collective in a `with` block, before anything is sent.
 
     A rank that refuses its arguments must not continue alone: if it catches the error, its next
@@ -103,11 +103,15 @@ def raising_on_all(backend: Ranks, function: str) -> Iterator[None]:
     Args:
       backend: the ranks.
       function: the collective, which all of them call outside of traced code.
+      sends: whether the block may send something. Then this rank has taken part in what raises a
+        RuntimeError, and raises it alone.
     """
     try:
         yield
-    except RuntimeError:  # of the ranks or of XLA: this rank has taken part
-        raise
+    except RuntimeError as error:
+        if sends:
+            raise
+        raise_on_all(backend, function, error)
     except Exception as error:
         raise_on_all(backend, function, error)
 

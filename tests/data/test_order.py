@@ -299,6 +299,26 @@ def test_a_source_that_fails_on_one_rank_is_an_error_on_all():
     jaxmpi.barrier()
 
 
+class Unreadable:
+    """Samples of which none can be read on rank 0."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        if jaxmpi.rank() == 0:
+            raise RuntimeError("the decoder has failed")
+        return i
+
+
+@run_ranks(2)
+def test_a_source_that_raises_a_runtime_error_on_one_rank_is_an_error_on_all():
+    error = RankMismatchError if jaxmpi.rank() else RuntimeError
+    with pytest.raises(error, match="the decoder has failed"):
+        jaxmpi.check_data(Unreadable())
+    jaxmpi.barrier()
+
+
 class Flipped:
     """Images of which half are flipped at random each time that they are read."""
 
