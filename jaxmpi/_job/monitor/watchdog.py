@@ -260,7 +260,8 @@ class Watchdog:
         # All ranks that wait come here at about the same time. The lowest one writes, unless it has
         # just begun to wait, and will not report for some time.
         self._reported = True
-        if place.rank != arrived[0] and answers[arrived[0]].waited_seconds > waited_seconds / 2:
+        first = next(rank for rank in arrived if answers[rank].inside)
+        if place.rank != first and answers[first].waited_seconds > waited_seconds / 2:
             return
         report = StallReport(
             waited_seconds=waited_seconds,
