@@ -65,11 +65,10 @@ def mps_daemon(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield variables
         if not _answers(program, daemon):
             say(
-                "the CUDA MPS daemon of this job has died before the job ended, and its ranks may "
-                f"have failed for that reason: {_last_line(folder)}"
+                "the CUDA MPS daemon of this job has died before the job ended, or does not "
+                f"answer, and its ranks may have failed for that reason: {_last_line(folder)}"
             )
     finally:
-        # a second signal must not keep the daemon alive
         for number in handlers:
             signal.signal(number, _ignore)
         _stop(program, daemon, folder)
@@ -88,6 +87,9 @@ def _raise_at_signals(former: dict[int, Any]) -> None:
         numbers.append(signal.SIGHUP)
 
     def leave(number: int, _: object) -> NoReturn:
+        # A second signal, which may come at once, must not keep the daemon alive.
+        for each in numbers:
+            signal.signal(each, _ignore)
         raise SystemExit(128 + number)
 
     for number in numbers:
