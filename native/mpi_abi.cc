@@ -277,12 +277,12 @@ def _jaxmpi(address):
         show(kind, value, trace)
         end(130 if issubclass(kind, KeyboardInterrupt) else 1)
     def exit(status=None):
-        codes.append((status, sys.exc_info()[1]))
+        codes.append(status)
         leave(status)
     def at_exit():
-        if not codes or codes[-1][0] in (None, 0):
+        if not codes or codes[-1] in (None, 0):
             return
-        status = codes[-1][0]
+        status = codes[-1]
         if not isinstance(status, int):
             print(status, file=sys.stderr)
         end(status & 255 or 1 if isinstance(status, int) else 1)

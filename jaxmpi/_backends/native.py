@@ -82,7 +82,7 @@ class Native(MpiTransport):
     """Programs that talk through `jaxmpi._native`."""
 
     name = "native"
-    waits_asleep = False  # it yields, and looks again
+    waits_asleep = False  # and nobody asks: the monitor sees each message
 
     def __init__(
         self, place: Place, mpi: ModuleType, *, native: extension.Extension, concurrent: bool

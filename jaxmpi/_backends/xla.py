@@ -321,7 +321,7 @@ def _choose_collectives() -> None:
             f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
             "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
         )
-    if ours and wanted != "auto":
+    if wanted != "auto":
         jax.config.update("jax_cpu_collectives_implementation", wanted)
 
 

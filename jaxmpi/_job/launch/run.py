@@ -44,7 +44,7 @@ PICTURE = "scaling.svg"  # of --scaling, in the working directory
 MOST_FAILURES = 1  # of a host: after one more, restarts leave it out
 
 # what the user sets here holds for ranks on other hosts, too
-_EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")
+_EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_", "MPITRAMPOLINE_")
 
 
 def run(arguments: Sequence[str]) -> int:
