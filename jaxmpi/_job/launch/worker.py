@@ -85,7 +85,18 @@ def _run(task: Task | Call, rank: int) -> Result:
         except BaseException:
             # pytest's failures are not Exceptions; the rank lives on for the next task
             error = traceback.format_exc()
+    if isinstance(task, Task):
+        _forget_comparisons()
     return Result(rank, error, output.getvalue(), value)
+
+
+def _forget_comparisons() -> None:
+    """Forget what a task has compared between the ranks: the next one is another program."""
+    from jaxmpi._world import session
+
+    exchange = session.neighbors()
+    if exchange is not None:
+        exchange.forget()
 
 
 def _called(call: Call) -> bytes:

@@ -158,6 +158,12 @@ class NeighborExchange:
             self.errors, self.calls = self._registry.mismatches, 0
             self.found.clear()
 
+    def forget(self) -> None:
+        """Forget what was compared: these ranks run another program from now on."""
+        with self._lock:
+            for kept in (self._streams, self._mine, self._theirs, self.found):
+                kept.clear()
+
     def _at_end(self, reason: str) -> None:
         """Compare the last calls, where the script ends in order."""
         if reason != "the end":
