@@ -354,7 +354,7 @@ def searched(tx, mean, x, jit):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:jaxmpi.jit. the value summed or averaged")  # of a mean of means
+@pytest.mark.filterwarnings("ignore:step. the value summed or averaged")  # of a mean of means
 @pytest.mark.parametrize(
     "make", [optax.lbfgs, lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(9))]
 )

@@ -56,6 +56,7 @@ def test_where_all_is_well():
         "cores",
         "shared memory",
         "compiled programs",
+        "plain JAX programs",
         "devices",
         "mpi4py",
         "launcher",
