@@ -40,7 +40,8 @@ class HostRanks:
         # by file descriptor: of the rank's pipe, and of the process
         self._open: dict[int, Member] = {}
         self._process: dict[Member, int] = {}
-        self._ended: dict[Member, None] = {}  # in order
+        self._ended: dict[Member, None] = {}  # in the order of their ends
+        self._in_order: set[int] = set()  # those of them that had left before
         self._epoll = select.epoll()
 
     def look(self, timeout_seconds: float) -> None:
@@ -88,11 +89,20 @@ class HostRanks:
             return os.lstat(self.run_dir).st_uid == os.geteuid()
         return False
 
-    def all_have_failed(self) -> bool:
-        """Return whether no rank of this host is left, and one did not leave in order."""
-        if not self._open or len(self._ended) < len(set(self._open.values())):
-            return False
-        return not all(member.left for member in self.members)
+    def one_has_failed(self) -> bool:
+        """Return whether a rank of this host has ended out of order, or has told why the job fails.
+
+        A rank may tell so before it has joined.
+        """
+        if self._is_ours() and registry.reported_failures(self.run_dir):
+            return True
+        gone = {m.rank for m in self._ended if registry.state(m.pid) == "ended"} - self._in_order
+        if gone and self._is_ours():
+            others = self._members.keys() - gone
+            self._in_order.update(
+                member.rank for member in registry.members(self.run_dir, skip=others) if member.left
+            )
+        return bool(gone - self._in_order)
 
     def close(self) -> list[End]:
         """Look for the last time; return which ranks have ended and how, in order."""

@@ -35,8 +35,9 @@ LOOK_SECONDS = 0.05  # between two looks at the ranks; the end of a rank is seen
 # ranks 0.25 s after the signal. A rank inside MPI does not react at all, so after this time the
 # next, harder measure follows.
 GRACE_SECONDS = 2.0
-# The launcher may run on for so long after the ranks of this host have failed: it ends the ranks of
-# other hosts. If their daemons do not answer, it waits for ever.
+# The launcher may run on for so long after a rank of this host has failed: it ends the other ranks.
+# It waits for ever if the daemons of other hosts do not answer, and Open MPI 5 may also do so if a
+# rank ends while another is about to connect to it (PMIX_ERR_UNREACH).
 GONE_SECONDS = 20.0
 # Two signals that come within this time may be one that was delivered twice.
 REPEAT_SECONDS = 0.5
@@ -192,18 +193,17 @@ def _wait(
     """
     stage, due = _Stage.RUNS, 0.0
     preempted = False  # whether ranks were asked to stop in order
-    ranks_until = time.monotonic()  # when a rank of this host was last seen alive, or in order
+    sound_until = time.monotonic()  # when no rank of this host had failed
     while process.poll() is None:
         ranks.look(LOOK_SECONDS)
         daemons.look(process.pid)
 
-        # A launcher that does not end although its ranks have failed waits for other hosts.
-        if not ranks.all_have_failed():
-            ranks_until = time.monotonic()
-        elif time.monotonic() > ranks_until + GONE_SECONDS:
+        if not ranks.one_has_failed():
+            sound_until = time.monotonic()
+        elif time.monotonic() > sound_until + GONE_SECONDS:
             say(
-                "the ranks of this host have failed, and MPI's launcher runs on, as if other hosts "
-                "did not answer: it is ended"
+                f"a rank has failed, and MPI's launcher has not ended the others in "
+                f"{GONE_SECONDS:.0f} s: all of them are ended"
             )
             _kill([process.pid, *registry.processes(ranks.run_dir)])
             process.wait()
