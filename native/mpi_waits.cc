@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -26,6 +27,7 @@ constexpr double kStallSeconds = 60;
 
 // Never destroyed: the thread may run until the process has ended.
 std::mutex& mutex = *new std::mutex;
+std::atomic<bool> ends_job{true};
 
 double seconds_of(const char* name, double otherwise) {
   const char* text = std::getenv(name);
@@ -65,7 +67,7 @@ void watch_waits(std::function<void(const std::string&)> say, std::function<void
         for (Wait::Entry* entry : Wait::entries()) {
           Wait::Entry& wait = *entry;
           const double waited = (now() - wait.since) / kSeconds;
-          const bool ends = last > 0 && waited > last;
+          const bool ends = ends_job && last > 0 && waited > last;
           const bool is_late = stall > 0 && waited > stall && !wait.reported;
           if (!ends && !is_late) continue;
           wait.reported = true;
@@ -82,5 +84,7 @@ void watch_waits(std::function<void(const std::string&)> say, std::function<void
     }
   }).detach();
 }
+
+void never_end_for_waits() { ends_job = false; }
 
 }  // namespace jaxmpi::mpi

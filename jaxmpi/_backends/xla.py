@@ -323,6 +323,7 @@ def _choose_collectives() -> None:
         )
     if wanted != "auto":
         jax.config.update("jax_cpu_collectives_implementation", wanted)
+    jax_collectives.leave_ending_to_monitor()
 
 
 def _pass_proxies(host: str) -> None:

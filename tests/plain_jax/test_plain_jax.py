@@ -255,6 +255,13 @@ def test_watch_waits_ends_for_those_that_take_too_long(compiled):
     assert said == ["has waited 3 s in the first. It ends the job."] * 2 + ["end"]
 
 
+def test_watch_waits_leaves_the_end_to_the_monitor_where_there_is_one(compiled):
+    waits = compiled("check_waits.cc", "mpi_waits.cc")
+    limits = {"JAXMPI_STALL_SECONDS": "0.5", "JAXMPI_STALL_END_SECONDS": "1"}
+    said = output_of(waits, "0.1", "2.5", "monitored", **limits)
+    assert len(said) == 4 and not any("end" in line for line in said), said
+
+
 def test_unknown_symbols_of_this_jaxlib():
     import jaxlib
 

@@ -5,6 +5,8 @@ the environment when Python starts. `jaxmpi run` sets them for its ranks, and `j
 them for other launchers. native/mpi_abi.h says how jaxlib calls the library.
 """
 
+import contextlib
+import ctypes
 import mmap
 import os
 import re
@@ -19,6 +21,7 @@ __all__ = [
     "LIBRARY_VARIABLE",
     "MPI_VARIABLE",
     "find_library",
+    "leave_ending_to_monitor",
     "only_cpus",
     "unknown_symbols",
     "why_not",
@@ -46,6 +49,18 @@ def find_library() -> Path | None:
         return None
     path = Path(spec.origin).with_name(LIBRARY)
     return path if path.exists() else None
+
+
+def leave_ending_to_monitor() -> None:
+    """Have the library, if jaxlib has opened it, report long waits and never end the job for them.
+
+    A long wait may be that of a program which works for long. The monitor knows what all ranks do.
+    """
+    path = os.environ.get(LIBRARY_VARIABLE)
+    if path and path == str(find_library()):
+        # suppressed: the file was replaced, by an older jaxmpi or while this process ran
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).jaxmpi_never_end_for_waits()
 
 
 def only_cpus(environ: Mapping[str, str]) -> bool:
