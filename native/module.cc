@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "checksum.h"
 #include "handlers.h"
 #include "job.h"
 #include "schedule.h"
@@ -111,7 +112,7 @@ NB_MODULE(_native, m) {
       "the sources.";
   // Change the number with every change of what Python calls, and that in extension.py with it: by
   // this Python refuses an extension of another version.
-  m.attr("interface") = 11;
+  m.attr("interface") = 12;
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = handlers::ffi_version();
   m.attr("compiler") = kCompiler;
@@ -125,6 +126,13 @@ NB_MODULE(_native, m) {
   m.attr("record_layout") = record::layout();
 
   m.def("can_reduce", &can_reduce);
+  m.def("sum_of_words", [](uintptr_t words, size_t count, uintptr_t factors, size_t block,
+                           int shift, uint64_t block_factor, uint64_t total) {
+    nb::gil_scoped_release release;
+    return sum_of_words(reinterpret_cast<const char*>(words), count,
+                        reinterpret_cast<const uint64_t*>(factors), block, shift, block_factor,
+                        total);
+  });
   m.def("handler", [](const std::string& name) { return nb::capsule(handlers::find(name)); });
   m.def("set_rank", &handlers::set_rank);
   m.def("use_cuda", [](const std::string& library) {

@@ -22,7 +22,7 @@ __all__ = [
     "sources_digest",
 ]
 
-INTERFACE = 11  # what this Python code calls; the extension exports the number it was built with
+INTERFACE = 12  # what this Python code calls; the extension exports the number it was built with
 ROOT = Path(__file__).parents[2]  # the folder of the sources, in an editable install
 
 
@@ -36,6 +36,18 @@ class Extension(Protocol):
     piece_bytes: int
 
     def can_reduce(self) -> bool: ...
+
+    def sum_of_words(
+        self,
+        words: int,
+        count: int,
+        factors: int,
+        block: int,
+        shift: int,
+        block_factor: int,
+        total: int,
+        /,
+    ) -> int: ...
 
     def use_cuda(self, library: str) -> None: ...
 

@@ -18,13 +18,14 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, names
+from jaxmpi._backends import extension
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.groups import groups_along
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._consistency.compare import gather_reports
 from jaxmpi._consistency.mismatch import Call, Details, in_words, mismatch_of, outliers, ranks_have
-from jaxmpi._errors import RankMismatchError
+from jaxmpi._errors import MPIError, RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
 
@@ -34,7 +35,7 @@ __all__ = ["EqualLeaf", "check_equal_leaves", "checksum", "compare", "wanted"]
 # Checksums
 
 WORDS = 16384  # of 64 bits in a block: two arrays of so many words stay in a core's cache
-SHIFT = np.uint64(29)
+SHIFT = 29
 BLOCK_FACTOR = 0x9E3779B97F4A7C15  # odd: multiplication by it loses no bit
 MASK = (1 << 64) - 1
 
@@ -73,15 +74,28 @@ def _sum_of_words(words: np.ndarray, total: int) -> int:
     if words.size == 0:
         return total
     factors = _factors()
+    if (native := _native()) is not None:
+        return native.sum_of_words(
+            words.ctypes.data, words.size, factors.ctypes.data, WORDS, SHIFT, BLOCK_FACTOR, total
+        )
     mixed = np.empty(min(WORDS, words.size), np.uint64)
     for start in range(0, words.size, WORDS):
         block = words[start : start + WORDS]
         y = mixed[: block.size]
-        np.right_shift(block, SHIFT, out=y)
+        np.right_shift(block, np.uint64(SHIFT), out=y)
         np.bitwise_xor(block, y, out=y)
         np.multiply(y, factors[: block.size], out=y)
         total = (total * BLOCK_FACTOR + int(np.add.reduce(y))) & MASK
     return total
+
+
+@cache
+def _native() -> extension.Extension | None:
+    """Return the extension, which is several times as fast as NumPy; None where it is not built."""
+    try:
+        return extension.load()
+    except (ImportError, MPIError):
+        return None
 
 
 @cache

@@ -12,6 +12,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jaxmpi
+from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import compare_values_again
 from jaxmpi._consistency.values import checksum
 from jaxmpi._world import session
@@ -713,3 +714,12 @@ def test_a_checksum_notices_elements_that_change_places():
 def test_a_checksum_depends_on_the_length():
     sums = {checksum(np.zeros(n, np.uint8)) for n in (1, 3, 9, 17, 80_000)}
     assert len(sums) == 5
+
+
+@pytest.mark.parametrize("size", [1, 8, 131_072, 131_073, 300_007])
+def test_numpy_and_the_extension_give_the_same_checksum(size, monkeypatch):
+    contents = np.random.default_rng(size).integers(0, 256, size + 3, np.uint8)
+    views = [contents[offset : offset + size] for offset in (0, 3)]  # of any alignment
+    fast = [checksum(view) for view in views]
+    monkeypatch.setattr(values, "_native", lambda: None)
+    assert [checksum(view) for view in views] == fast

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace jaxmpi {
+
+// Go on with a checksum of 64-bit words from `total`; jaxmpi/_consistency/values.py defines it. The
+// words, of any alignment, are read once, at the speed of memory.
+inline uint64_t sum_of_words(const char* words, size_t count, const uint64_t* factors, size_t block,
+                             int shift, uint64_t block_factor, uint64_t total) {
+  for (size_t start = 0; start < count; start += block) {
+    const size_t end = std::min(count - start, block);
+    uint64_t sum = 0;
+    for (size_t i = 0; i < end; ++i) {
+      uint64_t word;
+      std::memcpy(&word, words + (start + i) * sizeof word, sizeof word);
+      sum += (word ^ (word >> shift)) * factors[i];
+    }
+    total = total * block_factor + sum;
+  }
+  return total;
+}
+
+}  // namespace jaxmpi
