@@ -19,10 +19,11 @@ A sample that is not ready at call b + 50, since many programs are under way, is
 is, and raised as many calls later.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -77,15 +78,16 @@ class Numbers(NamedTuple):
         """Return the numbers in the bytes of an `end`."""
         words, start, found = np.frombuffer(packed, np.uint32), 1, []
         for dtype in self.dtypes:
-            wide = _wide(np.dtype(jnp.dtype(dtype)))
+            wide = _wide_by_name(dtype)
             count = wide.itemsize // 4
             found.append(words[start : start + count].view(wide)[0])
             start += count
         return found
 
     def magnitudes(self, packed: bytes) -> list[float]:
-        """Return the absolute values of the numbers in the bytes of an `end`; 0 for NaN."""
-        return [float(np.nan_to_num(np.abs(x), posinf=0)) for x in self.unpack(packed)]
+        """Return the absolute values of the numbers in the bytes of an `end`; 0 if not finite."""
+        absolute = [float(np.abs(x)) for x in self.unpack(packed)]
+        return [x if math.isfinite(x) else 0.0 for x in absolute]
 
     def difference(
         self, rank: int, mine: bytes, other: int, theirs: bytes, largest: Sequence[float]
@@ -112,6 +114,11 @@ def _wide(dtype: np.dtype) -> np.dtype:
     if jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(np.float32)
     return np.dtype(np.uint32 if dtype.kind in "ub" else np.int32)
+
+
+@cache
+def _wide_by_name(dtype: str) -> np.dtype:
+    return _wide(np.dtype(jnp.dtype(dtype)))
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -149,17 +156,9 @@ def _has_failed(x: jax.Array) -> bool:
     return False
 
 
-class Sample(NamedTuple):
-    """A call whose numbers are compared.
-
-    Attributes:
-      errors, call: as in `At`.
-      end: the array that has the numbers.
-    """
-
-    errors: int
-    call: int
-    end: jax.Array
+# A call whose numbers are compared: errors and call as in `At`, and the array `end`. It is a plain
+# tuple because one is made at each call of a step.
+Sample: TypeAlias = tuple[int, int, jax.Array]
 
 
 class NumberWatch:
@@ -176,9 +175,9 @@ class NumberWatch:
     def note(self, end: jax.Array) -> None:
         """Note the `end` of a call; it has no axis if the program compares nothing."""
         exchange = self._exchange
-        if not end.ndim or not exchange.count(partial(_has_failed, end)):
+        if not end.shape or not exchange.count(_has_failed, end):
             return
-        self._last = Sample(exchange.errors, exchange.calls, end)
+        self._last = exchange.errors, exchange.calls, end
         errors, call = self._sampled
         is_due = errors != exchange.errors or exchange.calls >= call + EVERY
         if is_due or self._is_late:
@@ -192,7 +191,7 @@ class NumberWatch:
 
     def _send_ready(self) -> None:
         """Send the samples whose programs have ended."""
-        while self._samples and _is_ready(self._samples[0].end):
+        while self._samples and _is_ready(self._samples[0][2]):
             self._send(self._samples.popleft())
         self._is_late = bool(self._samples)
 
@@ -206,8 +205,9 @@ class NumberWatch:
         self._last = None
 
     def _send(self, sample: Sample) -> None:
+        errors, call, end = sample
         try:
-            packed = np.asarray(self._backend.transport.arrays.local(sample.end)).tobytes()
+            packed = np.asarray(self._backend.transport.arrays.local(end)).tobytes()
         except jax.errors.JaxRuntimeError:  # the program has failed
             return
         tag = _tag_of(packed)
@@ -216,7 +216,7 @@ class NumberWatch:
             now = numbers.magnitudes(packed)
             before = self._largest.get(tag, now)
             self._largest[tag] = [max(pair) for pair in zip(before, now, strict=True)]
-        self._exchange.add(self, At(sample.errors, sample.call), packed)
+        self._exchange.add(self, At(errors, call), packed)
 
     def difference(self, mine: bytes, theirs: bytes, rank: int) -> Finding | None:
         """Return the finding for numbers of this rank and of rank `rank`; None if they agree."""

@@ -454,7 +454,7 @@ def test_numbers_may_differ_by_rounding_and_no_more():
 class End:
     """The `end` of a call: ready some calls later."""
 
-    ndim = 1
+    shape = (1,)
 
     def __init__(self, now, ready_at):
         self.now, self.ready_at = now, ready_at
@@ -469,7 +469,7 @@ class Exchange:
     def __init__(self):
         self.errors, self.calls, self.given = 0, 0, []
 
-    def count(self, has_failed):
+    def count(self, has_failed, program):
         self.calls += 1
         return True
 

@@ -20,6 +20,7 @@ __all__ = ["At", "NeighborExchange", "Stream"]
 
 K = TypeVar("K")
 V = TypeVar("V")
+T = TypeVar("T")
 
 MAX_KEPT = 256  # calls whose values only one side has, and streams whose last call is compared
 
@@ -117,17 +118,18 @@ class NeighborExchange:
             if at.errors == self._registry.mismatches and found not in self.found:
                 self.found.append(found)
 
-    def count(self, has_failed: Callable[[], bool]) -> bool:
+    def count(self, has_failed: Callable[[T], bool], program: T) -> bool:
         """Count a call of a program with collectives, and return whether it counts.
 
         After a mismatch all ranks restart the count. A rank with programs under way may see further
         calls fail by the same mismatch; those do not count.
 
         Args:
-          has_failed: waits for the program, and returns whether it has failed.
+          has_failed: waits for a program, and returns whether it has failed.
+          program: the program of the call.
         """
         if self.errors != self._registry.mismatches:
-            if has_failed():
+            if has_failed(program):
                 return False
             self.errors, self.calls = self._registry.mismatches, 0
         self.calls += 1
