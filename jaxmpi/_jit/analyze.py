@@ -34,7 +34,7 @@ from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
 from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
 
-__all__ = ["Analysis", "analyze", "paths_of"]
+__all__ = ["ProgramFacts", "analyze", "paths_of"]
 
 # for an output that may differ, by the function of jaxmpi
 REMEDIES = {
@@ -45,7 +45,7 @@ REMEDIES = {
 }
 
 
-class Analysis(NamedTuple):
+class ProgramFacts(NamedTuple):
     """Facts about a program before it is lowered.
 
     Attributes:
@@ -82,7 +82,7 @@ def analyze(
     backend: Ranks,
     *,
     hide_effects: bool,
-) -> Analysis:
+) -> ProgramFacts:
     """Analyze a program of several ranks, and check it.
 
     Args:
@@ -146,7 +146,7 @@ def analyze(
     batch: Sequence[int] = ()
     if can_compare and function.feeds_rows and entries:
         batch = _batch(jaxpr, ins, outs, len(captured))
-    return Analysis(plan, replicated, varies, entries, control, forgotten_mean, batch, carried)
+    return ProgramFacts(plan, replicated, varies, entries, control, forgotten_mean, batch, carried)
 
 
 def _batch(

@@ -23,7 +23,7 @@ from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.findings import is_checked
 from jaxmpi._consistency.mismatch import Call
-from jaxmpi._jit.analyze import Analysis, analyze, paths_of
+from jaxmpi._jit.analyze import ProgramFacts, analyze, paths_of
 from jaxmpi._jit.function import Function, Leaf, argument_name, checked, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.numbers import Numbers
@@ -303,7 +303,7 @@ def build_program(
         f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
         for path, a in zip(ins, avals, strict=True)
     ]
-    found = Analysis(None, replicated, [False] * len(outs), [], [])
+    found = ProgramFacts(None, replicated, [False] * len(outs), [], [])
     if size > 1:
         backend.transport.check(Refusals(jaxpr, backend.name))
         with collection_paused():
@@ -384,7 +384,7 @@ def build_program(
 
 def _compared_inputs(
     function: Function,
-    found: Analysis,
+    found: ProgramFacts,
     captured: int,
     arguments: Sequence[str],
     avals: Sequence[jax.ShapeDtypeStruct],
