@@ -188,8 +188,9 @@ class Report:
                 "holds": bool(holds),
             }
         )
-        spread = f"rounds {by_round.min():.2f} to {by_round.max():.2f}"
-        self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")
+        digits = 2 if ratio >= 0.1 else 4
+        spread = f"rounds {by_round.min():.{digits}f} to {by_round.max():.{digits}f}"
+        self.show(f"{case:22} {name:50} {ratio:7.{digits}f}, {spread}, {bound}{verdict}")
 
     def finish(self, plot=bars):
         """Write results and the plot of `plot(axes, rows)`; exit with 1 if a bound was missed."""

@@ -1,14 +1,15 @@
 """Cost of supervision in a step of about 10 ms, with the monitor's thread and without it.
 
-Also measures what the ranks' comparison before a program adds, and what `jaxmpi top` in another
-terminal adds; and in a step of 1 ms, the monitor's thread with the log of programs entered and left
-(`_backends/program_log.py`, on xla and mpi4jax), beside neither of them.
+Also measures the processor time of that thread, by the thread's own clock, which varies less than
+the time of a step; what the ranks' comparison before a program adds, and what `jaxmpi top` in
+another terminal adds; and in a step of 1 ms, the monitor's thread with the log of programs entered
+and left (`_backends/program_log.py`, on xla and mpi4jax), beside neither of them.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
 
-Exits with 1 where the first two together, `jaxmpi top`, or the thread and the log, are more than a
-hundredth of the step.
+Exits with 1 where the thread and the comparison, the thread by its clock, `jaxmpi top`, or the
+thread and the log, are more than a hundredth of the step.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from common import Report, parser
 
 import jaxmpi
 from jaxmpi._job.monitor import monitor
+from jaxmpi._job.process.joining import MONITOR
 from jaxmpi._world import session
 
 STEP_SECONDS, SHORT_STEP_SECONDS = 0.01, 0.001
@@ -174,6 +176,33 @@ report.ratio(
     times["seen by jaxmpi top"],
     times["watched"],
     at_most=1 + LIMIT,
+)
+
+# the thread by its own clock, while the rank trains
+
+
+def share_of_monitor(call):
+    """Return the processor time of the monitor's thread per second, in rounds of a second."""
+    (thread,) = [t for t in threading.enumerate() if t.name == MONITOR]
+    clock = time.pthread_getcpuclockid(thread.ident)
+    shares = []
+    for _ in range(2 if args.quick else args.rounds):
+        start, before = time.perf_counter(), time.clock_gettime(clock)
+        for _ in range(max(1, round(1.0 / STEP_SECONDS))):
+            jax.block_until_ready(call())
+        took = time.perf_counter() - start
+        shares.append((time.clock_gettime(clock) - before) / took)
+    everyone = np.array(jaxmpi.allgather_object(shares))
+    return everyone.T
+
+
+shares = share_of_monitor(watched)
+report.ratio(
+    "step of 10 ms",
+    "monitor's thread, processor time / time",
+    shares,
+    np.ones_like(shares),
+    at_most=LIMIT,
 )
 
 contenders = {"unwatched": short_unwatched, "watched": short_watched}

@@ -24,11 +24,14 @@ if [[ $which == hosts ]]; then
   run "$bin/python" benchmarks/prediction.py --mbit 1000
   exit $failed
 fi
-for name in dispatch allreduce train_step overhead prediction optimizers codec_times first_call fsdp assumptions; do
+for name in dispatch allreduce train_step overhead prediction optimizers codec_times first_call fsdp assumptions data; do
   run "$bin/jaxmpi" run -n 2 "benchmarks/$name.py" "$@"
 done
 run "$bin/jaxmpi" run -n 4 benchmarks/first_call.py "$@"
+run env JAXMPI_BACKEND=xla "$bin/jaxmpi" run -n 2 benchmarks/overhead.py "$@"
 run env JAXMPI_BACKEND=xla "$bin/jaxmpi" run -n 2 benchmarks/first_call.py "$@"
+run "$bin/jaxmpi" run -n 2 benchmarks/sharded.py "$@"
+run env JAXMPI_XLA=gloo "$bin/jaxmpi" run -n 2 benchmarks/sharded.py "$@"
 run "$bin/python" benchmarks/first_call.py "$@"
 run "$bin/python" benchmarks/first_call.py --simulate 2 "$@"
 run "$bin/python" benchmarks/first_call.py --transforms "$@"
