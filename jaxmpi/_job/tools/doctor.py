@@ -293,7 +293,8 @@ def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
         return Finding(
             "GPUs",
             "slow",
-            f"{len(gpus)} for {ranks} ranks, which take turns, each with a part of the memory; "
+            f"{len(gpus)} for {ranks} ranks, which take turns without MPS (`jaxmpi run --mps`), "
+            "each with a part of the memory; "
             f"{_shared_gpu()}",
             f"Start {len(gpus)} ranks on this node.",
         )
