@@ -39,7 +39,7 @@ from jax.tree_util import KeyPath
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import Role, calls_python, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
-from jaxmpi._analysis.forgotten_mean import pairs
+from jaxmpi._analysis.forgotten_mean import Pair
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._axis import AXIS
@@ -109,6 +109,8 @@ class _Bits(NamedTuple):
 
 
 def _join(values: Sequence[Origin]) -> Origin:
+    if len(values) == 1:  # of most equations
+        return values[0]
     direct, applied, after_mean, reduced = 0, 0, False, 0
     for value in values:
         direct |= value.direct
@@ -125,12 +127,13 @@ def _combined(operands: Sequence[Origin]) -> Origin:
     or an input, as after a branch, and then nothing has met.
     """
     joined = _join(operands)
+    if len(operands) == 1 or not joined.after_mean:
+        return joined
     applied = joined.applied
-    if joined.after_mean:
-        means = [operand.after_mean for operand in operands]
-        for i, operand in enumerate(operands):
-            if operand.direct and (any(means[:i]) or any(means[i + 1 :])):
-                applied |= operand.direct
+    means = [operand.after_mean for operand in operands]
+    for i, operand in enumerate(operands):
+        if operand.direct and (any(means[:i]) or any(means[i + 1 :])):
+            applied |= operand.direct
     return joined._replace(applied=applied)
 
 
@@ -227,6 +230,7 @@ def carried_state(
     ins: Sequence[KeyPath],
     outs: Sequence[KeyPath],
     captured: int,
+    candidates: Sequence[Pair],
     *,
     rows: bool = False,
 ) -> CarriedState | None:
@@ -238,9 +242,9 @@ def carried_state(
       outs: the paths of the outputs.
       captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
         arguments' arrays.
+      candidates: the pairs of an input and its next value, as `forgotten_mean.pairs`.
       rows: whether the arguments have a leading axis of one, as in a pmap.
     """
-    candidates = pairs(jaxpr, ins, outs, captured)
     shards = [i for i, path in enumerate(outs) if _is_shard(path)]
     if not candidates and not shards:
         return None

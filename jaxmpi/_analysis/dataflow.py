@@ -185,7 +185,8 @@ class _Forward(Generic[Fact]):
         # By a rule of the analysis
         if op in analysis.rules:
             results = analysis.rules[op](eqn, operands)
-            self._write(eqn, op, operands, references, control)
+            if references:
+                self._write(eqn, op, operands, references, control)
             return results
         # Through the jaxprs of the equation
         if op is Op.SCAN:
@@ -204,7 +205,8 @@ class _Forward(Generic[Fact]):
                 results = [self._join(operands)] * len(eqn.outvars)
             else:
                 results = analysis.otherwise(eqn, operands)
-            self._write(eqn, op, operands, references, control)
+            if references:
+                self._write(eqn, op, operands, references, control)
             return results
         if analysis.after_inner is not None:
             results = analysis.after_inner(eqn, operands, results)

@@ -27,7 +27,7 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import is_key, leaf_name
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
-__all__ = ["DivergenceCheck", "pairs"]
+__all__ = ["DivergenceCheck", "Pair", "pairs"]
 
 Sources: TypeAlias = frozenset[int]  # indices of inputs
 NO_INPUT: Sources = frozenset()
@@ -55,24 +55,15 @@ class DivergenceCheck:
 
     @classmethod
     def find(
-        cls,
-        title: str,
-        jaxpr: AnyJaxpr,
-        ins: Sequence[KeyPath],
-        outs: Sequence[KeyPath],
-        captured: int,
+        cls, title: str, jaxpr: AnyJaxpr, candidates: Sequence[Pair]
     ) -> "DivergenceCheck | None":
         """Return the check for a program; None if no output needs one.
 
         Args:
           title: the name of the program, for the warning.
           jaxpr: of `trace.trace`.
-          ins: the paths of the arguments' arrays.
-          outs: the paths of the outputs.
-          captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before
-            the arguments' arrays.
+          candidates: its `pairs`.
         """
-        candidates = pairs(jaxpr, ins, outs, captured)
         if not candidates:
             return None
         # Which outputs may differ even if all of the train state is equal?
@@ -116,7 +107,14 @@ def pairs(
 ) -> list[Pair]:
     """Return the pairs of an input and an output with the same path, shape and dtype.
 
-    Per-rank leaves are left out. The arguments are those of `DivergenceCheck.find`.
+    Per-rank leaves are left out.
+
+    Args:
+      jaxpr: of `trace.trace`.
+      ins: the paths of the arguments' arrays.
+      outs: the paths of the outputs.
+      captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
+        arguments' arrays.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
     inputs = _inputs_by_key(ins, captured)

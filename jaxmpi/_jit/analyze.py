@@ -7,7 +7,7 @@
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -116,13 +116,16 @@ def analyze(
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     # Values can be compared at the first call of a function of the user on several processes.
     can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
+    candidates = pairs(jaxpr, ins, outs, len(captured)) if can_compare else ()
     forgotten_mean = None
     if can_compare and is_checked("forgotten_mean", function.allowed):
-        forgotten_mean = DivergenceCheck.find(title, jaxpr, ins, outs, len(captured))
+        forgotten_mean = DivergenceCheck.find(title, jaxpr, candidates)
     carried = None
     checks = [is_checked(name, function.allowed) for name in ("unequal_start", "unequal_number")]
     if can_compare and any(checks):
-        carried = carried_state(jaxpr, ins, outs, len(captured), rows=function.feeds_rows)
+        carried = carried_state(
+            jaxpr, ins, outs, len(captured), candidates, rows=function.feeds_rows
+        )
     target = backend.transport.target()
     plan = plan_of(
         jaxpr,
@@ -145,13 +148,12 @@ def analyze(
     ]
     batch: Sequence[int] = ()
     if can_compare and function.feeds_rows and entries:
-        batch = _batch(jaxpr, ins, outs, len(captured))
+        state = {pair.source - len(captured) for pair in candidates}
+        batch = _batch(jaxpr, len(ins), state)
     return ProgramFacts(plan, replicated, varies, entries, control, forgotten_mean, batch, carried)
 
 
-def _batch(
-    jaxpr: ClosedJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
-) -> Sequence[int]:
+def _batch(jaxpr: ClosedJaxpr, inputs: int, state: Collection[int]) -> Sequence[int]:
     """Return the indices of the inputs that a train step does not return as state: the batch.
 
     There are none if the program returns no state, or if it asks for its rank: then it may select
@@ -159,8 +161,7 @@ def _batch(
     """
     if any(op_of(eqn) is Op.AXIS_INDEX for eqn in equations(jaxpr)):
         return ()
-    state = {pair.source - captured for pair in pairs(jaxpr, ins, outs, captured)}
-    return [i for i in range(len(ins)) if i not in state] if state else ()
+    return [i for i in range(inputs) if i not in state] if state else ()
 
 
 def paths_of(tree: PyTreeDef) -> list[KeyPath]:
