@@ -7,8 +7,8 @@
 
 namespace jaxmpi {
 
-// Go on with a checksum of 64-bit words from `total`; jaxmpi/_consistency/values.py defines it. The
-// words, of any alignment, are read once, at the speed of memory.
+// Continue a checksum, whose value so far is `total`, with `count` 64-bit words of any alignment;
+// jaxmpi/_consistency/values.py defines it. The words are read once, at the speed of memory.
 inline uint64_t sum_of_words(const char* words, size_t count, const uint64_t* factors, size_t block,
                              int shift, uint64_t block_factor, uint64_t total) {
   for (size_t start = 0; start < count; start += block) {

@@ -394,8 +394,8 @@ Constant MPIABI_PROD = {number(Op::Prod), 0};
 Constant MPIABI_MIN = {number(Op::Min), 0};
 Constant MPIABI_MAX = {number(Op::Max), 0};
 
-// jaxmpi.init calls it: its monitor watches the rank.
-void jaxmpi_never_end_for_waits() { never_end_for_waits(); }
+// The monitor of a rank calls it, while a program of jaxmpi is under way on backend xla.
+void jaxmpi_leave_end_to_monitor(int is_left) { leave_end_to_monitor(is_left != 0); }
 
 int MPIABI_Init_thread(int*, char***, int, int* provided) {
   begin();

@@ -27,7 +27,7 @@ constexpr double kStallSeconds = 60;
 
 // Never destroyed: the thread may run until the process has ended.
 std::mutex& mutex = *new std::mutex;
-std::atomic<bool> ends_job{true};
+std::atomic<bool> is_left_to_monitor{false};
 
 double seconds_of(const char* name, double otherwise) {
   const char* text = std::getenv(name);
@@ -67,7 +67,7 @@ void watch_waits(std::function<void(const std::string&)> say, std::function<void
         for (Wait::Entry* entry : Wait::entries()) {
           Wait::Entry& wait = *entry;
           const double waited = (now() - wait.since) / kSeconds;
-          const bool ends = ends_job && last > 0 && waited > last;
+          const bool ends = !is_left_to_monitor && last > 0 && waited > last;
           const bool is_late = stall > 0 && waited > stall && !wait.reported;
           if (!ends && !is_late) continue;
           wait.reported = true;
@@ -85,6 +85,6 @@ void watch_waits(std::function<void(const std::string&)> say, std::function<void
   }).detach();
 }
 
-void never_end_for_waits() { ends_job = false; }
+void leave_end_to_monitor(bool is_left) { is_left_to_monitor = is_left; }
 
 }  // namespace jaxmpi::mpi

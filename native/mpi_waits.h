@@ -13,8 +13,9 @@ namespace jaxmpi::mpi {
 // evaluate or write a checkpoint. 0 means never, for both.
 void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end);
 
-// Have no wait end the job any more: a monitor of the rank does so, and knows what all ranks do.
-void never_end_for_waits();
+// Leave it to the rank's monitor to end the job for a long wait, or take it back. While it is left
+// to the monitor, long waits are only reported.
+void leave_end_to_monitor(bool is_left);
 
 // A wait, for as long as it exists. describe() returns a phrase such as "an all-reduce of 4096
 // bytes", and missing() who has not come, or ""; the watching thread calls both.

@@ -8,7 +8,7 @@ between programs.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -163,4 +163,11 @@ class MpiTransport(Transport):
           ranks: the ranks.
           objects: their communicator for objects.
           maximum: the operation `MPI.MAX`.
+        """
+
+    def monitored(self, is_in_program: Callable[[], bool]) -> None:
+        """Hear from the monitor, ten times a second, whether this rank is in a program.
+
+        What else would end the job for a long wait leaves that to the monitor meanwhile. Here
+        nothing does.
         """

@@ -54,6 +54,7 @@ class Xla(MpiTransport):
           mpi: the module `mpi4py.MPI`.
         """
         self._size = place.size
+        self._is_left_to_monitor = False  # to end the job for a long wait
         if place.size > 1:
             one_host = place.local_size == place.size
             join_jax_processes(
@@ -182,8 +183,16 @@ class Xla(MpiTransport):
         )
         jax.block_until_ready(jax.jit(program)(*self.arrays.wrap([np.zeros(1, np.float32)])))
 
+    def monitored(self, is_in_program: Callable[[], bool]) -> None:
+        """Have the library of JAX's collectives end no job for a wait in a program."""
+        is_left = is_in_program()
+        if is_left != self._is_left_to_monitor:
+            jax_collectives.leave_end_to_monitor(is_left)
+            self._is_left_to_monitor = is_left
+
     def close(self) -> None:
         """Leave JAX's other processes."""
+        self.monitored(lambda: False)
         if self._size > 1:
             jax.distributed.shutdown()
 
@@ -323,7 +332,6 @@ def _choose_collectives() -> None:
         )
     if wanted != "auto":
         jax.config.update("jax_cpu_collectives_implementation", wanted)
-    jax_collectives.leave_ending_to_monitor()
 
 
 def _pass_proxies(host: str) -> None:

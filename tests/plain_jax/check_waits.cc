@@ -13,7 +13,7 @@
 using jaxmpi::mpi::Wait;
 
 int main(int count, char **arguments) {
-  if (count > 3) jaxmpi::mpi::never_end_for_waits();
+  if (count > 3) jaxmpi::mpi::leave_end_to_monitor(true);
   const auto pause = [](const char *seconds) {
     usleep(static_cast<useconds_t>(1e6 * std::atof(seconds)));
   };

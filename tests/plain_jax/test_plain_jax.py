@@ -1,5 +1,6 @@
 """Programs of plain JAX under `jaxmpi run`: their numbers, and how they end."""
 
+import ctypes
 import json
 import os
 import re
@@ -150,6 +151,18 @@ def test_a_rank_that_fails_ends_the_job(how, code, texts):
     assert done.returncode == code if code is not None else done.returncode > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "ours"])
+def test_the_library_ends_a_job_but_for_a_wait_that_the_monitor_sees(how):
+    limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "5"}
+    done = started(2, "program_beside_jaxmpi.py", how, **limits)
+    said = done.stdout + done.stderr
+    if how == "ours":
+        assert not done.returncode and said.count("mean") == 2, said
+    else:
+        assert done.returncode == 1 and "it waits for rank 1. It ends the job." in said, said
+
+
 def test_several_devices_of_a_process_are_refused():
     done = started(
         *(2, "program_of_all_devices.py"),
@@ -260,6 +273,12 @@ def test_watch_waits_leaves_the_end_to_the_monitor_where_there_is_one(compiled):
     limits = {"JAXMPI_STALL_SECONDS": "0.5", "JAXMPI_STALL_END_SECONDS": "1"}
     said = output_of(waits, "0.1", "2.5", "monitored", **limits)
     assert len(said) == 4 and not any("end" in line for line in said), said
+
+
+def test_the_library_has_what_the_monitor_calls():
+    library = ctypes.CDLL(str(jax_collectives.find_library()))
+    library.jaxmpi_leave_end_to_monitor(1)
+    library.jaxmpi_leave_end_to_monitor(0)
 
 
 def test_unknown_symbols_of_this_jaxlib():

@@ -146,6 +146,7 @@ class Watchdog:
         """Look whether this rank still waits in the same collective; ten times a second."""
         self._backend.programs.look()
         self._activity.look()
+        self._backend.transport.monitored(self._backend.programs.inside)
         entered, inside = self._backend.progress()
         # A rank that waits for the last of many programs gets on while these end.
         progress, now = (entered + self._backend.programs.counts[LEFT], inside), time.monotonic()

@@ -5,12 +5,12 @@ the environment when Python starts. `jaxmpi run` sets them for its ranks, and `j
 them for other launchers. native/mpi_abi.h says how jaxlib calls the library.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ __all__ = [
     "LIBRARY_VARIABLE",
     "MPI_VARIABLE",
     "find_library",
-    "leave_ending_to_monitor",
+    "leave_end_to_monitor",
     "only_cpus",
     "unknown_symbols",
     "why_not",
@@ -51,16 +51,22 @@ def find_library() -> Path | None:
     return path if path.exists() else None
 
 
-def leave_ending_to_monitor() -> None:
-    """Have the library, if jaxlib has opened it, report long waits and never end the job for them.
+def leave_end_to_monitor(is_left: bool) -> None:
+    """Have the library only report long waits, or end the job for one again.
 
-    A long wait may be that of a program which works for long. The monitor knows what all ranks do.
+    The monitor knows what all ranks do in a program of jaxmpi: a long wait may be for a rank that
+    computes for long. It does not see the collectives of plain JAX beside these programs.
     """
+    library = _loaded_library()
+    if library is not None:
+        library.jaxmpi_leave_end_to_monitor(int(is_left))
+
+
+@cache
+def _loaded_library() -> ctypes.CDLL | None:
+    """Return the library if the variables name it, with which jaxlib has opened it; else None."""
     path = os.environ.get(LIBRARY_VARIABLE)
-    if path and path == str(find_library()):
-        # suppressed: the file was replaced, by an older jaxmpi or while this process ran
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).jaxmpi_never_end_for_waits()
+    return ctypes.CDLL(path) if path and path == str(find_library()) else None
 
 
 def only_cpus(environ: Mapping[str, str]) -> bool:
