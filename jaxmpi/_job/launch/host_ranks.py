@@ -41,7 +41,7 @@ class HostRanks:
         self._open: dict[int, Member] = {}
         self._process: dict[Member, int] = {}
         self._ended: dict[Member, None] = {}  # in the order of their ends
-        self._in_order: set[int] = set()  # those of them that had left before
+        self._in_order: set[int] = set()  # ranks that had noted an orderly end
         self._epoll = select.epoll()
 
     def look(self, timeout_seconds: float) -> None:
@@ -90,9 +90,9 @@ class HostRanks:
         return False
 
     def one_has_failed(self) -> bool:
-        """Return whether a rank of this host has ended out of order, or has told why the job fails.
+        """Return whether a rank of this host has ended without `leave`, or one has told a failure.
 
-        A rank may tell so before it has joined.
+        A rank may tell a failure before it has joined.
         """
         if self._is_ours() and registry.reported_failures(self.run_dir):
             return True

@@ -35,10 +35,10 @@ LOOK_SECONDS = 0.05  # between two looks at the ranks; the end of a rank is seen
 # ranks 0.25 s after the signal. A rank inside MPI does not react at all, so after this time the
 # next, harder measure follows.
 GRACE_SECONDS = 2.0
-# The launcher may run on for so long after a rank of this host has failed: it ends the other ranks.
-# It waits for ever if the daemons of other hosts do not answer, and Open MPI 5 may also do so if a
-# rank ends while another is about to connect to it (PMIX_ERR_UNREACH).
-GONE_SECONDS = 20.0
+# Seconds that the launcher has to end the job after a rank of this host has failed. It may wait
+# forever: for daemons of other hosts that do not answer, or, in Open MPI 5, if a rank ends while
+# another one connects to the launcher (PMIX_ERR_UNREACH).
+LAUNCHER_END_SECONDS = 20.0
 # Two signals that come within this time may be one that was delivered twice.
 REPEAT_SECONDS = 0.5
 KILL_SECONDS = 0.02  # between two rounds of killing, as a process may have forked meanwhile
@@ -102,9 +102,10 @@ def supervise(
         process = _start(command, environ)
         assert process.stdout and process.stderr
         relays = [Relay(process.stdout, 1), Relay(process.stderr, 2)]
-        _wait(process, launcher, ranks, daemons, received)
+        ended_itself = _wait(process, launcher, ranks, daemons, received)
         daemons.look(process.pid)
-        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        if ended_itself:
+            code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
         daemons.close()
         ended, joined, rates = ranks.close(), ranks.members, registry.rates(run_dir)
@@ -184,8 +185,11 @@ def _wait(
     ranks: HostRanks,
     daemons: MpiDaemons,
     received: Sequence[Received],
-) -> None:
+) -> bool:
     """Wait until the launcher ends, and stop it when a signal was received.
+
+    Returns whether it has ended itself: a launcher that does not end a job in which a rank has
+    failed is killed.
 
     A signal is followed by harder and harder measures, each with time to work: it goes to the
     launcher, then the ranks are killed, then everything. A second signal of an impatient user
@@ -193,21 +197,21 @@ def _wait(
     """
     stage, due = _Stage.RUNS, 0.0
     preempted = False  # whether ranks were asked to stop in order
-    sound_until = time.monotonic()  # when no rank of this host had failed
+    sound_until = time.monotonic()  # the last time at which no failed rank was seen
     while process.poll() is None:
         ranks.look(LOOK_SECONDS)
         daemons.look(process.pid)
 
         if not ranks.one_has_failed():
             sound_until = time.monotonic()
-        elif time.monotonic() > sound_until + GONE_SECONDS:
+        elif time.monotonic() > sound_until + LAUNCHER_END_SECONDS:
             say(
-                f"a rank has failed, and MPI's launcher has not ended the others in "
-                f"{GONE_SECONDS:.0f} s: all of them are ended"
+                f"MPI's launcher has not ended the job {LAUNCHER_END_SECONDS:.0f} s after a rank "
+                "has failed: the launcher and all ranks of this host are killed"
             )
             _kill([process.pid, *registry.processes(ranks.run_dir)])
             process.wait()
-            break
+            return False
 
         if not received:
             continue
@@ -243,6 +247,7 @@ def _wait(
             stage = _Stage.KILLED
             _kill([process.pid, *registry.processes(ranks.run_dir)])
         due = time.monotonic() + GRACE_SECONDS
+    return True
 
 
 def _launchers(pid: int) -> list[int]:

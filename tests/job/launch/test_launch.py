@@ -592,57 +592,22 @@ def test_numbers_are_compared_before_anything_starts(here, capfd):
     assert capfd.readouterr().err.startswith("jaxmpi run: -n is 99999999999999, and ")
 
 
-# A launcher of two ranks that runs on after rank 0 has failed, and its supervisor.
-HANGING = """
-import os, sys, time, types
-sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")  # without jax it starts sooner
-sys.modules["jaxmpi"].__path__ = [sys.argv[2]]
-from jaxmpi._job.launch import supervisor
-from jaxmpi._job.process import launchers, run_dir
-from jaxmpi._job.process.failure import Cause, Failure
-
-what, folder = sys.argv[1], sys.argv[3]
-if "JAXMPI_RUN_DIR" not in os.environ:
-    supervisor.GONE_SECONDS = 2.0
-    os.mkdir(folder, 0o700)
-    environ = {**os.environ, "JAXMPI_RUN_DIR": folder}
-    command = [sys.executable, *sys.argv]
-    sys.exit(supervisor.supervise(command, environ, folder, launchers.OPEN_MPI_5).code)
-for rank in range(2):
-    if os.fork():
-        continue
-    if what != "tells":  # it fails before the ranks have joined
-        run_dir.join(folder, rank)
-    time.sleep(0.5 if rank == 0 else 5.0 if what == "leaves" else 60.0)
-    if what == "tells":
-        run_dir.report_failures(folder, [Failure(rank=1, cause=Cause.ABSENT, state="runs")])
-    if what == "leaves":
-        run_dir.leave(folder, rank)
-    os._exit(0)
-while what != "leaves":
-    time.sleep(1.0)
-os.wait()
-os.wait()
-"""
-
-
 @pytest.mark.parametrize("what", ["ends", "tells", "leaves"])
 def test_a_launcher_that_hangs_after_a_rank_has_failed_is_ended(what, tmp_path):
-    script = tmp_path / "hanging.py"
-    script.write_text(HANGING)
+    script = Path(__file__).with_name("hanging_script.py")
     start = time.monotonic()
     job = subprocess.run(
-        [sys.executable, script, what, ROOT / "jaxmpi", tmp_path / "run"],
+        [sys.executable, script, what, tmp_path / "run"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=90,
     )
     seconds = time.monotonic() - start
     if what == "leaves":  # a rank that has more to do than the others is waited for
         assert not job.returncode and "failed" not in job.stderr and seconds > 5.0, job.stderr
         return
-    assert job.returncode and 2.0 < seconds < 20.0, job
-    assert "MPI's launcher has not ended the others in 2 s: all of them are ended" in job.stderr
+    assert job.returncode == 1 and 2.0 < seconds < 50.0, job  # not 137, as of a rank without memory
+    assert "MPI's launcher has not ended the job 2 s after a rank has failed" in job.stderr
     named = {"ends": "rank 0", "tells": "rank 1"}[what]
     assert f"the job failed: {named} " in job.stderr, job.stderr
     assert not (tmp_path / "run").exists() and not registry.processes(str(tmp_path / "run"))
