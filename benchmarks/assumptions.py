@@ -66,7 +66,7 @@ state = {
 
 
 def train(state, x):
-    mean = jax.lax.pmean(x, jaxmpi.AXIS).sum()  # of an array, as gradients are
+    mean = jax.lax.pmean(x, jaxmpi.AXIS).sum()  # an array, because gradients are arrays, too
     rate = sum(state["numbers"])
     return {
         "arrays": [p - rate * mean for p in state["arrays"]],
@@ -109,7 +109,7 @@ report.show(f"{'analysis':12} {1e3 * analyses[0]:8.2f} ms, once for a program, n
 numbers = leaves[ARRAYS : ARRAYS + NUMBERS]
 indices = tuple(range(NUMBERS))
 pack = program.numbers._replace(indices=indices).pack
-# a step computes something, too, and returns an `end` in any case
+# Both compute a sum and return an `end`: a real step does so with and without numbers.
 packs = jax.jit(lambda leaves: (sum(leaves), pack(leaves)))
 nothing = jax.jit(lambda leaves: (sum(leaves), jnp.zeros((), jnp.bool_)))
 exchange = session.neighbors()

@@ -259,8 +259,8 @@ def take_device(launched: int, devices: Sequence[int] | None, *, over_xla: bool 
             memory = _devices.share_memory(len(ranks))
             if ranks[0] == world.rank:
                 warnings.warn(
-                    f"init: ranks {ranks} share GPU {mine} of {host}: without CUDA's MPS "
-                    f"(`jaxmpi run --mps`) they take turns, and {memory}. Start one rank per GPU.",
+                    f"init: ranks {ranks} share GPU {mine} of {host}: they take turns unless "
+                    f"CUDA's MPS runs (`jaxmpi run --mps`), and {memory}. Start one rank per GPU.",
                     stacklevel=5,
                 )
     described = []

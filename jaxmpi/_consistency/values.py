@@ -91,7 +91,7 @@ def _sum_of_words(words: np.ndarray, total: int) -> int:
 
 @cache
 def _native() -> extension.Extension | None:
-    """Return the extension, which is several times as fast as NumPy; None where it is not built."""
+    """Return the extension, which takes half of NumPy's time; None where it does not load."""
     try:
         return extension.load()
     except (ImportError, MPIError):

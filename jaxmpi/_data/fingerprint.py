@@ -44,7 +44,7 @@ MAX_EPS = 1e-6
 MAX_BYTES = 4096  # of a text, at either end
 SHOWN = 60  # characters of a sample in an error
 
-# Tuples: a union of types is made anew each time.
+# Tuples, because `A | B` would build a new object at each call.
 _ARRAYS = (np.ndarray, jax.Array)
 _KEYS = (str, int, float, bytes, type(None))
 
@@ -287,10 +287,11 @@ def _encode(x: Any, depth: int, read: bool = False, floats: _Floats | None = Non
       read: whether to convert objects with `__array__` to arrays.
       floats: takes the floats, which do not count then.
     """
-    if type(x) is str:  # first what is met most: to tell whether it is an array takes 1 µs
+    # The most frequent types first: the check for an array takes 1 µs.
+    if type(x) is str:
         return _text(x)
     if type(x) is int:
-        return _whole(x)
+        return _integer(x)
     if type(x) is dict or type(x) is list:
         return _container(x, depth, read, floats)
     if x is None or isinstance(x, bool):
@@ -302,7 +303,7 @@ def _encode(x: Any, depth: int, read: bool = False, floats: _Floats | None = Non
     if isinstance(x, enum.Enum):
         return f"{_kind(x)}.{x.name}".encode()
     if isinstance(x, int):
-        return _whole(x)
+        return _integer(x)
     if isinstance(x, float | complex) and floats is not None:
         return _kind(x).encode() + floats.add(np.asarray(x))
     if isinstance(x, float | complex | datetime.date | datetime.time | datetime.timedelta):
@@ -375,7 +376,8 @@ def _text(x: str) -> bytes:
     return _ends(*ends, len(x))
 
 
-def _whole(x: int) -> bytes:
+def _integer(x: int) -> bytes:
+    """Return the bit length and the low 128 bits of an integer."""
     return f"{x.bit_length()} {x % 2**128}".encode()
 
 

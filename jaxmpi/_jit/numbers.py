@@ -118,6 +118,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 @cache
 def _wide_by_name(dtype: str) -> np.dtype:
+    """Return `_wide` for the name of a dtype; cached, as each number of a sample needs it."""
     return _wide(np.dtype(jnp.dtype(dtype)))
 
 
@@ -156,8 +157,8 @@ def _has_failed(x: jax.Array) -> bool:
     return False
 
 
-# A call whose numbers are compared: errors and call as in `At`, and the array `end`. It is a plain
-# tuple because one is made at each call of a step.
+# (errors, call, end) of a call: the first two as in `At`, and the array with the numbers. It is a
+# plain tuple because each call of a step makes one.
 Sample: TypeAlias = tuple[int, int, jax.Array]
 
 
@@ -191,7 +192,10 @@ class NumberWatch:
 
     def _send_ready(self) -> None:
         """Send the samples whose programs have ended."""
-        while self._samples and _is_ready(self._samples[0][2]):
+        while self._samples:
+            _, _, end = self._samples[0]
+            if not _is_ready(end):
+                break
             self._send(self._samples.popleft())
         self._is_late = bool(self._samples)
 

@@ -189,7 +189,9 @@ class Refusals(Limits):
         """Refuse a use of a reference that the function has from outside."""
         jaxpr = self._jaxpr
         outside = {v for v in _jaxcompat.parts(jaxpr)[0].invars if _jaxcompat.is_reference(v.aval)}
-        for eqn in equations(jaxpr) if outside else ():
+        if not outside:
+            return
+        for eqn in equations(jaxpr):
             if outside.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
                 self._refuse_reference("A reference from outside is used", eqn)
 
@@ -209,8 +211,9 @@ class Refusals(Limits):
     def no_ordered_effects(self) -> None:
         """Refuse an ordered print or callback, which JAX has for one device only."""
         # a jaxpr has the effects of all that it contains
-        has_effects = bool(_jaxcompat.parts(self._jaxpr)[0].effects)
-        for eqn in equations(self._jaxpr) if has_effects else ():
+        if not _jaxcompat.parts(self._jaxpr)[0].effects:
+            return
+        for eqn in equations(self._jaxpr):
             if not [*subjaxprs(eqn)] and any(map(_jaxcompat.needs_one_device, eqn.effects)):
                 raise NotImplementedError(
                     "This program has a jax.debug.print or jax.debug.callback with ordered=True at "

@@ -469,7 +469,7 @@ class Exchange:
     def __init__(self):
         self.errors, self.calls, self.given = 0, 0, []
 
-    def count(self, has_failed, program):
+    def count(self, has_failed, output):
         self.calls += 1
         return True
 

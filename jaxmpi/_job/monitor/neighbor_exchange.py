@@ -118,18 +118,18 @@ class NeighborExchange:
             if at.errors == self._registry.mismatches and found not in self.found:
                 self.found.append(found)
 
-    def count(self, has_failed: Callable[[T], bool], program: T) -> bool:
+    def count(self, has_failed: Callable[[T], bool], output: T) -> bool:
         """Count a call of a program with collectives, and return whether it counts.
 
         After a mismatch all ranks restart the count. A rank with programs under way may see further
         calls fail by the same mismatch; those do not count.
 
         Args:
-          has_failed: waits for a program, and returns whether it has failed.
-          program: the program of the call.
+          has_failed: waits for an output of a call, and returns whether its program has failed.
+          output: an output of this call.
         """
         if self.errors != self._registry.mismatches:
-            if has_failed(program):
+            if has_failed(output):
                 return False
             self.errors, self.calls = self._registry.mismatches, 0
         self.calls += 1
