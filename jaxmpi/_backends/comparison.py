@@ -165,9 +165,9 @@ class MpiTransport(Transport):
           maximum: the operation `MPI.MAX`.
         """
 
+    @abstractmethod
     def monitored(self, is_in_program: Callable[[], bool]) -> None:
         """Hear from the monitor, ten times a second, whether this rank is in a program.
 
-        What else would end the job for a long wait leaves that to the monitor meanwhile. Here
-        nothing does.
+        What else would end the job for a long wait leaves that to the monitor meanwhile.
         """

@@ -205,6 +205,9 @@ class Mpi4jax(MpiTransport):
             number, place = position(groups, self._place.rank)
             self._communicators[groups] = self._mpi.COMM_WORLD.Split(number, place)
 
+    def monitored(self, is_in_program: Callable[[], bool]) -> None:
+        """Do nothing: only the monitor ends the job for a long wait."""
+
     def close(self) -> None:
         """Free the communicators."""
         for comm in (self._programs, *self._communicators.values()):

@@ -311,6 +311,9 @@ class Native(MpiTransport):
                 return self._communicators[groups]
         return None
 
+    def monitored(self, is_in_program: Callable[[], bool]) -> None:
+        """Do nothing: only the monitor ends the job for a long wait."""
+
     def close(self) -> None:
         """Free the communicators, and the shared memory."""
         for comm in (self._programs, *self._communicators.values()):
