@@ -34,7 +34,8 @@ STEP_SECONDS, SHORT_STEP_SECONDS = 0.01, 0.001
 LIMIT = 0.01  # of the step
 
 args = parser(__doc__).parse_args()
-report = Report("overhead", args)
+name = jaxmpi.init().backend
+report = Report("overhead" if name == "mpi" else f"overhead-{name}", args)
 watching, backend = session.monitor(), session.current("benchmark")
 poll_seconds = monitor.POLL_SECONDS
 

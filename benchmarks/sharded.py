@@ -21,8 +21,8 @@ import jaxmpi
 LARGE_LIMIT = 1.5  # JAX / jaxmpi
 args = parser(__doc__).parse_args()
 world = jaxmpi.init("mpi", jax_processes=True)
-report = Report("sharded", args)
 carrier = jax.config.jax_cpu_collectives_implementation
+report = Report("sharded" if carrier == "mpi" else f"sharded-{carrier}", args)
 JAX = f"JAX over {carrier}"
 n = world.size
 RING = [(i, (i + 1) % n) for i in range(n)]
