@@ -261,6 +261,7 @@ class _Flat:
         return outs
 
 
+@collection_paused()
 def build_program(
     function: Function,
     args: Sequence[PyTree],
@@ -306,18 +307,17 @@ def build_program(
     found = ProgramFacts(None, replicated, [False] * len(outs), [], [])
     if size > 1:
         backend.transport.check(Refusals(jaxpr, backend.name))
-        with collection_paused():
-            found = analyze(
-                function,
-                jaxpr,
-                captured,
-                ins,
-                replicated,
-                outs,
-                tree,
-                backend,
-                hide_effects=hide_effects,
-            )
+        found = analyze(
+            function,
+            jaxpr,
+            captured,
+            ins,
+            replicated,
+            outs,
+            tree,
+            backend,
+            hide_effects=hide_effects,
+        )
         replicated = [*found.replicated]
         # The ranks compare which arguments are replicated, too.
         names = [name for name, same in zip(arguments, replicated, strict=True) if same]
@@ -334,16 +334,15 @@ def build_program(
     )
     # lower
     stacked = [False] * len(captured) + per_rank
-    with collection_paused():
-        program, finish = lower.build(
-            jaxpr,
-            found.plan,
-            backend,
-            stacked,
-            found.entries,
-            signature.fingerprint,
-            hide_effects=hide_effects,
-        )
+    program, finish = lower.build(
+        jaxpr,
+        found.plan,
+        backend,
+        stacked,
+        found.entries,
+        signature.fingerprint,
+        hide_effects=hide_effects,
+    )
 
     def call(leaves: Sequence[Leaf]) -> list[Leaf]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]

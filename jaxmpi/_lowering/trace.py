@@ -21,7 +21,6 @@ from jaxmpi._analysis.primitives import op_of, properties
 from jaxmpi._analysis.text import is_note, parameters
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._lowering.collectives import broadcast, coordinate, has_groups, over_all_ranks
 from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
 from jaxmpi._lowering.loops import batched_predicate, with_scalar_predicate
@@ -68,10 +67,9 @@ def inline_traced(
     if captured or updates or _needs_inlining(traced):
         # Captured arrays become arguments, so that they are no constants of the program.
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
-        with collection_paused():
-            traced = make_jaxpr(
-                lambda *args: _inline(inner, axes, *args, jits=updates), axes[AXIS], arguments
-            )
+        traced = make_jaxpr(
+            lambda *args: _inline(inner, axes, *args, jits=updates), axes[AXIS], arguments
+        )
     return apply_exactly(traced), captured, notes
 
 
