@@ -13,6 +13,7 @@ from jaxmpi._jit.executor import ComparesBefore, ComparesInline, Executor
 from jaxmpi._jit.function import Function, check_arguments
 from jaxmpi._jit.jitted import Jitted
 from jaxmpi._jit.program import Program
+from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
@@ -48,7 +49,7 @@ class Traced(_Stage):
     Args:
       stage: the stage of JAX.
       run: as in `_Stage`.
-      lowered_to: is called with the `jax.stages.Lowered`.
+      lowered_to: is called with the `jax.stages.Lowered` before it is compiled.
     """
 
     def __init__(
@@ -59,16 +60,26 @@ class Traced(_Stage):
 
     def lower(self, *args: object, **kwargs: object) -> "Lowered":
         """Lower it; nothing is sent."""
-        lowered = self._stage.lower(*args, **kwargs)
-        self._lowered_to(lowered)
-        return Lowered(lowered, self._run)
+        with collection_paused():
+            lowered = self._stage.lower(*args, **kwargs)
+        return Lowered(lowered, self._run, self._lowered_to)
 
 
 class Lowered(_Stage):
-    """Result of `Step.lower`: a `jax.stages.Lowered` whose `compile` returns a `Compiled`."""
+    """Result of `Step.lower`: a `jax.stages.Lowered` whose `compile` returns a `Compiled`.
+
+    The arguments are those of `Traced`.
+    """
+
+    def __init__(
+        self, stage: jax.stages.Lowered, run: Run, lowered_to: Callable[[jax.stages.Lowered], None]
+    ) -> None:
+        super().__init__(stage, run)
+        self._lowered_to = lowered_to
 
     def compile(self, *args: object, **kwargs: object) -> "Compiled":
         """Compile it; nothing is sent."""
+        self._lowered_to(self._stage)
         return Compiled(self._stage.compile(*args, **kwargs), self._run)
 
 
@@ -115,6 +126,7 @@ class Step:
         """Lower the function, as `jax.jit(fun).lower`; neither this nor `compile` communicates."""
         return self.trace(*args, **kwargs).lower()
 
+    @collection_paused()
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """Trace the program that this backend runs, as `jax.jit(fun).trace`."""
         self._rebuild()

@@ -82,7 +82,7 @@ class Signature:
         return self.compared_call.fingerprint if self.compared_call else 0
 
     def lowered_to(self, lowered: Lowered, jaxpr: AnyJaxpr) -> None:
-        """Add a digest of the compiled module, without its source lines, to the fingerprint.
+        """Add a digest of the module, without its source lines, to the fingerprint; only once.
 
         The module text has no large constants: these are compared as captured arrays.
 
@@ -90,7 +90,7 @@ class Signature:
           lowered: the program for XLA.
           jaxpr: the program as it was traced, for an error.
         """
-        if self.compared_call:
+        if self.compared_call and self._module is None:
             self._module = lowered, jaxpr
             digest = hashlib.blake2b(
                 _jaxcompat.module_text(lowered).encode(), digest_size=16
