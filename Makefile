@@ -1,6 +1,7 @@
 # make train     set everything up in .venv and train the digits example on 2 ranks
-# make test      the quick tests, most of them on 3 ranks: 8 minutes on 2 cores
-# make test-slow the tests of more than four seconds each, such as whole jobs that fail: half an hour
+# make test      the quick tests, most of them on 3 ranks: 8 to 17 minutes on 2 cores
+# make test-slow the tests of more than four seconds each, such as whole jobs that fail: 30 to 70 minutes;
+#                MINUTES=20 skips those that have not started by then
 # make test-all  all the others: hours. ONLY=soak runs those with a marker of pyproject.toml
 # make test-mpis the tests of launchers on Open MPI 4.1, MPICH 4.0 and Intel MPI, and under srun: needs root
 # make parity BASE=COMMIT   compare bits, tables and speed of a commit with this tree: 40 minutes
@@ -43,7 +44,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.test-installed $(if $(TRANSPORT)$(LOCKED),$(VENV)/.mpi4jax)
 	$(PYTEST) $(TESTS)
 test-slow: $(VENV)/.test-installed $(if $(TRANSPORT)$(LOCKED),$(VENV)/.mpi4jax)
-	$(PYTEST) -m "slow and not long" $(TESTS)
+	$(PYTEST) -m "slow and not long" $(if $(MINUTES),--minutes $(MINUTES)) $(TESTS)
 test-all: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	$(PYTEST) -m "$(or $(ONLY),long)" $(TESTS)
 test-mpis:

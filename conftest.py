@@ -1,6 +1,8 @@
 """Doctests run on one rank after `jaxmpi.init()`; all tests share a compilation cache."""
 
 import os
+import subprocess
+import time
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ import jaxmpi
 ROOT = Path(__file__).parent
 COMPILED = ROOT / "build" / "compiled"
 ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number of ranks
+SKIP_FROM = "JAXMPI_TESTS_SKIP_FROM"  # the variable with the second from which tests are skipped
 # markers of tests that `make test-all` runs, and neither `make test` nor `make test-slow`
 LONG = (
     *("exhaustive", "matrix", "disagreements", "faults"),
@@ -25,16 +28,26 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--tables`, with which tests write the tables of docs/ and do not compare them."""
+    """Add `--tables`, which writes the tables of docs/ in place of comparing them; `--minutes`."""
     parser.addoption("--tables", action="store_true", help="write docs/'s tables from the tests")
+    parser.addoption("--minutes", type=float, help="skip the tests that have not started by then")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs among the processes that the tests start, and with later runs."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    # pytest-xdist's workers inherit what follows
     if config.getoption("tables"):
-        os.environ["JAXMPI_WRITE_TABLES"] = "1"  # pytest-xdist's workers inherit it
+        os.environ["JAXMPI_WRITE_TABLES"] = "1"
+    if (minutes := config.getoption("minutes")) is not None:
+        os.environ.setdefault(SKIP_FROM, str(time.time() + 60 * minutes))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the test if the time of `--minutes` is over."""
+    if time.time() > float(os.environ.get(SKIP_FROM, "inf")):
+        pytest.skip(f"{item.config.getoption('minutes'):.0f} minutes are over (--minutes)")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -56,6 +69,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests of a file by their number of ranks, so that each pool starts once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
+    if items and items[0].config.getoption("minutes") is not None:
+        _start_elsewhere(items)
     for item in items:
         if item.path.parent.name == "end_to_end":
             item.add_marker(pytest.mark.examples)
@@ -68,6 +83,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("mpi4jax") or "mpi4jax" in _texts(item):
                 reason = "mpi4jax is not installed: make test TRANSPORT=mpi4jax"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _start_elsewhere(items: list[pytest.Item]) -> None:
+    """Start with another file for each commit, so that `--minutes` leaves out other tests."""
+    files = list(dict.fromkeys(str(item.path) for item in items))
+    head = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    first = int(commit or "0", 16) % len(files)
+    place = {file: k for k, file in enumerate([*files[first:], *files[:first]])}
+    items.sort(key=lambda item: place[str(item.path)])
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
