@@ -163,6 +163,14 @@ def test_the_library_ends_a_job_but_for_a_wait_that_the_monitor_sees(how):
         assert done.returncode == 1 and "it waits for rank 1. It ends the job." in said, said
 
 
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_initialize_finds_the_ranks_of_each_launcher():
+    done = started(3, "program_of_all_devices.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[[3. 3. 3.]]") == 3, done.stdout
+
+
 def test_several_devices_of_a_process_are_refused():
     done = started(
         *(2, "program_of_all_devices.py"),
@@ -325,6 +333,12 @@ def test_why_not_of_another_jaxlib(version, symbols, text, tmp_path, monkeypatch
 OPEN_MPI = Mpiexec("/mpirun", launchers.OPEN_MPI_5, "5.0.8")
 LIBRARY = {jax_collectives.LIBRARY_VARIABLE, jax_collectives.IMPLEMENTATION}
 CPUS = {"JAX_PLATFORMS": "cpu"}
+PRINT = """
+import os, sys
+for name in ("RANK", "SIZE", "LOCAL_RANK"):
+    print(os.environ["OMPI_COMM_WORLD_" + name])
+print(sys.argv[1])
+"""
 
 
 def variables(environ, options=()):
@@ -346,6 +360,25 @@ def test_variables_have_the_coordinator_on_gpus_too():
 )
 def test_variables_of_the_library_are_all_or_none(name, value):
     assert set(variables({**CPUS, name: value})) == {launch_plain_jax.ORTE_URI}
+
+
+@pytest.mark.parametrize("launcher", [launchers.MPICH, launchers.INTEL_MPI])
+def test_ranks_of_other_launchers_have_the_names_that_jax_knows(launcher):
+    environ = dict(
+        zip((launcher.rank[0], launcher.size[0], launcher.local_rank[0]), "451", strict=True)
+    )
+    words = [*launch_plain_jax.names_for_jax(launcher), sys.executable, "-c", PRINT, "a b; $c"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:4] == ["4", "5", "1", "a b; $c"]
+    there = Mpiexec("/mpiexec", launcher, "4")
+    assert launch_plain_jax.ORTE_URI in launch_plain_jax.variables(
+        there, "/lib/libmpi.so", (), CPUS
+    )
+
+
+@pytest.mark.parametrize("launcher", [launchers.OPEN_MPI_4, launchers.OPEN_MPI_5])
+def test_ranks_of_open_mpi_have_their_names_already(launcher):
+    assert launch_plain_jax.names_for_jax(launcher) == []
 
 
 def test_variables_complete_what_the_user_has_set_alike():

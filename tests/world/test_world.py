@@ -300,7 +300,10 @@ def test_unknown_backend():
 def test_launched_without_mpi_says_what_to_install(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not installed')")
     done = python(
-        "import jaxmpi; jaxmpi.init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="4"
+        "import jaxmpi; jaxmpi.init()",
+        PYTHONPATH=str(tmp_path),
+        OMPI_COMM_WORLD_SIZE="4",
+        OMPI_COMM_WORLD_LOCAL_SIZE="4",
     )
     assert (
         "MPIError: 4 ranks were launched by Open MPI, but mpi4py does not work here" in done.stderr

@@ -362,7 +362,11 @@ def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
 
 
 def command(
-    request: Request, mpiexec: Mpiexec, flags: Sequence[str], exported: Sequence[str]
+    request: Request,
+    mpiexec: Mpiexec,
+    flags: Sequence[str],
+    exported: Sequence[str],
+    before_program: Sequence[str] = (),
 ) -> list[str]:
     """Return the launcher's command line.
 
@@ -371,6 +375,7 @@ def command(
       mpiexec: the launcher.
       flags: options of the plan.
       exported: names of the variables that ranks on other hosts need.
+      before_program: words of each rank's command line before its program.
     """
     launcher = mpiexec.launcher
     given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value
@@ -381,6 +386,7 @@ def command(
     words = [mpiexec.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
     if launcher.scratch_hidden:
         words += ["env", "-u", launcher.scratch]
+    words += before_program
     if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
         return [*words, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
     return [*words, sys.executable, *request.program]

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from jaxmpi._job.launch.mpiexec import Mpiexec
 from jaxmpi._job.launch.placement import host_names, on_other_nodes, same_host
 from jaxmpi._job.process import jax_collectives, launchers
+from jaxmpi._job.process.launchers import Launcher
 
-__all__ = ["variables"]
+__all__ = ["names_for_jax", "variables"]
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NETWORK = "127."
@@ -50,6 +51,26 @@ def variables(
     return {name: value for name, value in added.items() if name not in environ}
 
 
+def names_for_jax(launcher: Launcher) -> list[str]:
+    """Return the words before a rank's program by which JAX knows the rank.
+
+    A launcher sets a rank's number in that rank only, and JAX knows Open MPI's name of it. So a
+    shell gives it that name, and becomes the program.
+    """
+    jax_knows = launchers.OPEN_MPI_5
+    if launcher.name == jax_knows.name:
+        return []
+    named = [
+        f'{theirs[0]}="${ours[0]}"'
+        for theirs, ours in (
+            (jax_knows.rank, launcher.rank),
+            (jax_knows.size, launcher.size),
+            (jax_knows.local_rank, launcher.local_rank),
+        )
+    ]
+    return ["sh", "-c", f'export {" ".join(named)}; exec "$@"', "sh"]
+
+
 def _collectives(library: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which JAX uses the library for its collectives, or none of them."""
     path = jax_collectives.find_library()
@@ -72,9 +93,10 @@ def _coordinator(
 ) -> dict[str, str]:
     """Return by which variables `jax.distributed.initialize()` finds rank 0.
 
-    JAX knows the ranks of Open MPI and of Slurm. Open MPI 4 sets the variable itself.
+    JAX knows the ranks of Open MPI and of Slurm. Open MPI 4 sets the variable itself; under others,
+    the ranks have Open MPI's other variables from `names_for_jax`.
     """
-    if mpiexec.launcher is not launchers.OPEN_MPI_5 or ORTE_URI in environ:
+    if mpiexec.launcher is launchers.OPEN_MPI_4 or ORTE_URI in environ:
         return {}
     here, host = _place_of_rank_0(options, environ)
     if not host:

@@ -146,7 +146,13 @@ def _supervised(
         if name not in added and name.startswith(_EXPORTED):
             exported.append(name)
     return supervise(
-        command(request, mpiexec, decided.flags, exported),
+        command(
+            request,
+            mpiexec,
+            decided.flags,
+            exported,
+            plain_jax.names_for_jax(mpiexec.launcher),
+        ),
         {**os.environ, **added, **for_launcher},
         run_dir,
         mpiexec.launcher,

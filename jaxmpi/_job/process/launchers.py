@@ -112,7 +112,8 @@ OPEN_MPI_5 = Launcher(
     size=("OMPI_COMM_WORLD_SIZE",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    marks=("OMPI_COMM_WORLD_SIZE",),
+    # none of those that JAX reads, which `launch/plain_jax` sets under other launchers, too
+    marks=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     identity=("PMIX_NAMESPACE", "PMIX_RANK"),
     job=("PMIX_NAMESPACE",),
     daemons=("prte", "mpirun", "mpiexec"),

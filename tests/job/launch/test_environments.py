@@ -161,7 +161,7 @@ ENVIRONMENTS = [
     E("PBS_NODEFILE is not there", "export PBS_NODEFILE=/nowhere"),
     E(
         "OMPI_COMM_WORLD_SIZE of another job",
-        "export OMPI_COMM_WORLD_SIZE=2",
+        "export OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2",
         r"2 ranks were launched by Open MPI, but each of them is alone",
         "alone",
     ),

@@ -95,16 +95,34 @@ def test_ranks_of_flux_see_each_other():
     assert done.stdout.split() == ["5"], done.stderr
 
 
+OMPI_RANK = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
 @pytest.mark.parametrize(
     ("environ", "name", "rank", "size"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI", 1, 2),
+        (OMPI_RANK, "Open MPI", 1, 2),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, "Intel MPI", 1, 2),
+        # with the names that `launch/plain_jax` gives for JAX
+        (
+            {
+                "PMI_RANK": "1",
+                "PMI_SIZE": "2",
+                "MPI_LOCALNRANKS": "2",
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+            },
+            *("Intel MPI", 1, 2),
+        ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, None, 1, 2),  # that of many
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "Slurm", 1, 2),
         # mpirun in a batch script
         (
-            {"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            {"SLURM_PROCID": "0", **OMPI_RANK},
             "Open MPI",
             1,
             2,
