@@ -42,6 +42,10 @@ class ProgramRun:
         """Note that the call has returned: from here on the output tells."""
         self._starting = False
 
+    def has_ended(self) -> bool:
+        """Return whether the output that was kept tells that the program has ended."""
+        return not self._starting and self._end is not None and self.is_over()
+
     def is_over(self) -> bool:
         """Return whether the program has ended, as far as its output tells."""
         if self._starting:
@@ -99,12 +103,31 @@ class ProgramLog:
 
     def look(self) -> None:
         """Note which programs are over; only one thread may call it."""
-        while self._runs and self._runs[0].is_over():
-            run, now = self._runs.popleft(), time.monotonic()
-            seconds = now - max(run.since, self._left_at)
-            self._longest[run.fingerprint] = max(self._longest.get(run.fingerprint, 0.0), seconds)
-            self._left_at = now
-            self.counts[LEFT] += 1
+        over = self._count_over()
+        if not over:
+            return
+        now, first = time.monotonic(), self._runs[0]
+        seconds = now - max(first.since, self._left_at)
+        self._longest[first.fingerprint] = max(self._longest.get(first.fingerprint, 0.0), seconds)
+        for _ in range(over):
+            self._longest.setdefault(self._runs.popleft().fingerprint, 0.0)
+        self._left_at = now
+        self.counts[LEFT] += over
+
+    def _count_over(self) -> int:
+        """Return how many programs, from the oldest on, are over."""
+        runs = self._runs
+        # XLA runs a rank's programs one after the other: where one has ended, so have those before
+        # it. A rank starts a hundred short ones between two looks, and the last but one tells.
+        for k in range(len(runs), 0, -1):
+            if runs[k - 1].has_ended():
+                return k
+        over = 0
+        for run in [*runs]:
+            if not run.is_over():
+                break
+            over += 1
+        return over
 
     def inside(self) -> bool:
         """Return whether this rank is in a program; for any thread."""
