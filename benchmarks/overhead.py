@@ -1,15 +1,15 @@
 """Cost of supervision in a step of about 10 ms, with the monitor's thread and without it.
 
-Also measures the processor time of that thread, by the thread's own clock, which varies less than
-the time of a step; what the ranks' comparison before a program adds, and what `jaxmpi top` in
-another terminal adds; and in a step of 1 ms, the monitor's thread with the log of programs entered
-and left (`_backends/program_log.py`, on xla and mpi4jax), beside neither of them.
+Also measures what the ranks' comparison before a program adds, and what `jaxmpi top` in another
+terminal adds; and in a step of 1 ms, the monitor's thread with the log of programs entered and left
+(`_backends/program_log.py`, on xla and mpi4jax), beside neither of them. The thread and the log are
+also measured by clocks of their own, while the rank trains: these vary less than a step.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
 
-Exits with 1 where the thread and the comparison, the thread by its clock, `jaxmpi top`, or the
-thread and the log, are more than a hundredth of the step.
+Exits with 1 where the thread and the comparison, `jaxmpi top`, or the thread and the log, are more
+than a hundredth of the step, also by their own clocks.
 """
 
 import contextlib
@@ -99,6 +99,32 @@ class NoLog:
         return None
 
 
+class TimedLog:
+    """The log of programs, with the time that the calls of the training thread take in it."""
+
+    def __init__(self, log):
+        self.log, self.run, self.ns = log, None, 0
+
+    def __getattr__(self, name):  # what the monitor asks
+        return getattr(self.log, name)
+
+    def timed(self, call, *arguments):
+        start = time.perf_counter_ns()
+        result = call(*arguments)
+        self.ns += time.perf_counter_ns() - start
+        return result
+
+    def enter(self, fingerprint):
+        self.run = self.timed(self.log.enter, fingerprint)
+        return self
+
+    def keep(self, end):
+        self.timed(self.run.keep, end)
+
+    def note_started(self):
+        self.timed(self.run.note_started)
+
+
 log, no_log = backend.programs, NoLog()
 
 
@@ -179,32 +205,35 @@ report.ratio(
     at_most=1 + LIMIT,
 )
 
-# the thread by its own clock, while the rank trains
+# the thread and the log by their own clocks, while the rank trains
 
 
-def share_of_monitor(call):
-    """Return the processor time of the monitor's thread per second, in rounds of a second."""
+def shares_of_time(call, step_seconds, timed):
+    """Return the time of the monitor's thread and of the log per second, in rounds of a second."""
     (thread,) = [t for t in threading.enumerate() if t.name == MONITOR]
     clock = time.pthread_getcpuclockid(thread.ident)
     shares = []
     for _ in range(2 if args.quick else args.rounds):
-        start, before = time.perf_counter(), time.clock_gettime(clock)
-        for _ in range(max(1, round(1.0 / STEP_SECONDS))):
+        start, before = time.perf_counter(), time.clock_gettime(clock) + timed.ns / 1e9
+        for _ in range(max(1, round(1.0 / step_seconds))):
             jax.block_until_ready(call())
         took = time.perf_counter() - start
-        shares.append((time.clock_gettime(clock) - before) / took)
+        shares.append((time.clock_gettime(clock) + timed.ns / 1e9 - before) / took)
     everyone = np.array(jaxmpi.allgather_object(shares))
     return everyone.T
 
 
-shares = share_of_monitor(watched)
-report.ratio(
-    "step of 10 ms",
-    "monitor's thread, processor time / time",
-    shares,
-    np.ones_like(shares),
-    at_most=LIMIT,
-)
+def measure_shares(case, call, step_seconds):
+    """Report the share of the monitor's thread and of the log in a step."""
+    watch(poll_seconds)
+    backend.programs = timed = TimedLog(log)
+    shares = shares_of_time(call, step_seconds, timed)
+    backend.programs = log
+    title = "monitor's thread and log, their time / time"
+    report.ratio(case, title, shares, np.ones_like(shares), at_most=LIMIT)
+
+
+measure_shares("step of 10 ms", lambda: step(x), STEP_SECONDS)
 
 contenders = {"unwatched": short_unwatched, "watched": short_watched}
 times = report.measure("step of 1 ms", contenders, seconds=10.0)
@@ -217,4 +246,5 @@ report.ratio(
     times["unwatched"],
     at_most=1 + LIMIT,
 )
+measure_shares("step of 1 ms", lambda: short_step(x), SHORT_STEP_SECONDS)
 report.finish()
