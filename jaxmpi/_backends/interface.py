@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Branch, Collective, Explain, Message, Place, Registry, Target
-from jaxmpi._backends.program_log import ProgramRun
+from jaxmpi._backends.program_log import ProgramLog
 from jaxmpi._job.process.busy import note_end_of_work
 from jaxmpi._job.process.communicating_thread import Turn
 
@@ -383,7 +383,7 @@ class Processes(Ranks):
     concurrent: bool
 
     @abstractmethod
-    def starting(self, program: int) -> AbstractContextManager[ProgramRun]:
+    def starting(self, program: int) -> AbstractContextManager[ProgramLog]:
         """Mark this rank as inside a collective while the program with this fingerprint starts.
 
         JAX may run the program to its end before the call returns. Yields the entry of the log to

@@ -28,7 +28,7 @@ from jaxmpi._backends.comparison import EVENTS, MpiTransport
 from jaxmpi._backends.interface import Lowering, Processes
 from jaxmpi._backends.mpi_library import Communicator, Request, unlink_shared_memory
 from jaxmpi._backends.one_process import Identity
-from jaxmpi._backends.program_log import ProgramLog, ProgramRun
+from jaxmpi._backends.program_log import ProgramLog
 from jaxmpi._backends.wire import MAX_ITEMS
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.communicating_thread import Turn
@@ -159,16 +159,17 @@ class MpiRanks(Processes):
     # collectives, and programs
 
     @contextlib.contextmanager
-    def starting(self, program: int) -> Iterator[ProgramRun]:
+    def starting(self, program: int) -> Iterator[ProgramLog]:
         """Mark this rank as inside a collective while the program with this fingerprint starts."""
         if not self.concurrent:  # no monitor looks at the log
             self.programs.look()
-        run = self.programs.enter(program)
+        log = self.programs
+        log.enter(program)
         try:
             with Entered(self):
-                yield run
+                yield log
         finally:
-            run.note_started()
+            log.end_call()
 
     @contextlib.contextmanager
     def waiting(self, title: str) -> Iterator[None]:

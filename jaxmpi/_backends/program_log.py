@@ -1,64 +1,28 @@
 """Log of the programs that a rank has entered and left, for transports whose messages nobody sees.
 
-The thread that starts a program writes that it has entered it: two stores, and no message. No
-thread waits for the end of a program: the monitor's thread asks its output now and then whether it
-is ready, and then writes that the rank has left it. All ranks start the same compared programs in
-one order, so program k of one rank is program k of every other.
+The thread that starts a program writes that it has entered it, and keeps one output: a few stores,
+and no message. No thread waits for the end of a program: the monitor's thread asks the outputs now
+and then whether they are ready, and then writes that the rank has left the programs. All ranks
+start the same compared programs in one order, so program k of one rank is program k of every other.
 """
 
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 
-__all__ = ["ENTERED", "LEFT", "Current", "ProgramLog", "ProgramRun"]
+__all__ = ["ENTERED", "LEFT", "Current", "ProgramLog"]
 
 ENTERED, LEFT = 0, 1  # of `ProgramLog.counts`
+# The last programs whose outputs are kept; JAX lets a rank start 32 ahead of the one that runs.
+KEPT_PROGRAMS = 64
 
-
-class ProgramRun:
-    """One run of a program, from the call that starts it until its outputs are ready."""
-
-    __slots__ = ("_end", "_of_user", "_starting", "fingerprint", "since")
-
-    def __init__(self, fingerprint: int) -> None:
-        self.fingerprint, self.since = fingerprint, time.monotonic()
-        self._starting = True  # JAX may run a short program before the call of it returns
-        self._end: jax.Array | None = None
-        self._of_user: Sequence[weakref.ref[jax.Array]] = ()
-
-    def keep(self, end: jax.Array) -> None:
-        """Keep an output that is small and that nobody donates."""
-        self._end = end
-
-    def watch(self, outputs: Sequence[jax.Array]) -> None:
-        """Look at outputs of the user's without keeping their memory: some may be dropped."""
-        self._of_user = [weakref.ref(output) for output in outputs]
-
-    def note_started(self) -> None:
-        """Note that the call has returned: from here on the output tells."""
-        self._starting = False
-
-    def has_ended(self) -> bool:
-        """Return whether the output that was kept tells that the program has ended."""
-        return not self._starting and self._end is not None and self.is_over()
-
-    def is_over(self) -> bool:
-        """Return whether the program has ended, as far as its output tells."""
-        if self._starting:
-            return False
-        end = self._end
-        for output in self._of_user:
-            end = end if end is not None else output()
-        if end is None:  # the call has failed, or the user has dropped the outputs
-            return True
-        try:
-            return bool(end.is_ready())  # type: ignore[attr-defined]  # no part of JAX's type
-        except RuntimeError:  # donated to a later program, which is in the log, too
-            return True
+# A program whose call has returned: its fingerprint, when it was started (by `time.monotonic`), and
+# what tells whether it has ended: an output that is kept, or references to outputs of the user's.
+Run: TypeAlias = tuple[int, float, jax.Array | list[weakref.ref[jax.Array]]]
 
 
 class Current(NamedTuple):
@@ -79,13 +43,23 @@ class Counts(Protocol):
 class ProgramLog:
     """The programs of one rank; one thread at a time enters them, and the monitor's looks.
 
+    A program is entered, its output is kept or watched, and its call ends:
+
+        log.enter(fingerprint)
+        try:
+            end, outputs = run(...)
+            log.keep(end)
+        finally:
+            log.end_call()
+
     Attributes:
       counts: how many programs were entered, and how many were left.
     """
 
     def __init__(self) -> None:
         self.counts: Counts = [0, 0]
-        self._runs: deque[ProgramRun] = deque()  # those that were not seen to be over
+        self._calling: tuple[int, float] | None = None  # fingerprint and start, during the call
+        self._runs: deque[Run] = deque(maxlen=KEPT_PROGRAMS)
         self._longest: dict[int, float] = {}  # seconds, by fingerprint
         self._left_at = 0.0
 
@@ -94,50 +68,88 @@ class ProgramLog:
         counts[ENTERED], counts[LEFT] = self.counts
         self.counts = counts
 
-    def enter(self, fingerprint: int) -> ProgramRun:
-        """Note that this rank starts a program."""
-        run = ProgramRun(fingerprint)
-        self._runs.append(run)
+    # the thread that starts programs
+
+    def enter(self, fingerprint: int) -> None:
+        """Note that this rank calls a program."""
+        self._calling = fingerprint, time.monotonic()
         self.counts[ENTERED] += 1
-        return run
+
+    def keep(self, end: jax.Array) -> None:
+        """Keep an output that is small and that nobody donates, to see when the program ends."""
+        assert self._calling is not None
+        self._runs.append((*self._calling, end))
+
+    def watch(self, outputs: Sequence[jax.Array]) -> None:
+        """Look at outputs of the user's without keeping their memory: some may be dropped."""
+        assert self._calling is not None
+        self._runs.append((*self._calling, [weakref.ref(output) for output in outputs]))
+
+    def end_call(self) -> None:
+        """Note that the call has returned; without an output, that it has failed."""
+        self._calling = None
+
+    # the monitor's thread
 
     def look(self) -> None:
         """Note which programs are over; only one thread may call it."""
-        over = self._count_over()
-        if not over:
+        # A program that is entered after the first line counts as not left until the next look.
+        entered, calling = self.counts[ENTERED], self._calling
+        runs = [*self._runs]
+        pending = _pending(runs)
+        left = entered - len(pending) - (calling is not None)
+        new = left - self.counts[LEFT]
+        if new <= 0:
             return
-        now, first = time.monotonic(), self._runs[0]
-        seconds = now - max(first.since, self._left_at)
-        self._longest[first.fingerprint] = max(self._longest.get(first.fingerprint, 0.0), seconds)
-        for _ in range(over):
-            self._longest.setdefault(self._runs.popleft().fingerprint, 0.0)
+        now = time.monotonic()
+        over = runs[: len(runs) - len(pending)]
+        for k, (fingerprint, since, _) in enumerate(over[-new:]):
+            # What this rank was in at the last look has ended meanwhile. The others took less time
+            # than from look to look.
+            seconds = now - max(since, self._left_at) if k == 0 else 0.0
+            self._longest[fingerprint] = max(self._longest.get(fingerprint, 0.0), seconds)
         self._left_at = now
-        self.counts[LEFT] += over
+        self.counts[LEFT] = left
 
-    def _count_over(self) -> int:
-        """Return how many programs, from the oldest on, are over."""
-        runs = self._runs
-        # XLA runs a rank's programs one after the other: where one has ended, so have those before
-        # it. A rank starts a hundred short ones between two looks, and the last but one tells.
-        for k in range(len(runs), 0, -1):
-            if runs[k - 1].has_ended():
-                return k
-        over = 0
-        for run in [*runs]:
-            if not run.is_over():
-                break
-            over += 1
-        return over
+    # any thread
 
     def inside(self) -> bool:
-        """Return whether this rank is in a program; for any thread."""
-        # XLA runs a rank's programs one after the other: usually the last one tells.
-        return any(not run.is_over() for run in reversed([*self._runs]))
+        """Return whether this rank is in a program."""
+        return self._calling is not None or bool(_pending([*self._runs]))
 
     def current(self) -> Current | None:
-        """Return the program that this rank is in; None if it is in none. For any thread."""
-        for run in [*self._runs]:
-            if not run.is_over():
-                seconds = time.monotonic() - max(run.since, self._left_at)
-                return Current(seconds, self._longest.get(run.fingerprint))
-        return None
+        """Return the program that this rank is in; None if it is in none."""
+        calling = self._calling
+        pending = _pending([*self._runs])
+        oldest = pending[0][:2] if pending else calling
+        if oldest is None:
+            return None
+        fingerprint, since = oldest
+        seconds = time.monotonic() - max(since, self._left_at)
+        return Current(seconds, self._longest.get(fingerprint))
+
+
+def _pending(runs: Sequence[Run]) -> Sequence[Run]:
+    """Return the runs that have not ended, as far as their outputs tell."""
+    pending: list[Run] = []
+    for run in reversed(runs):
+        end = run[2]
+        if isinstance(end, list):
+            # an output that the user has dropped tells nothing
+            kept = [output for ref in end if (output := ref()) is not None]
+            if kept and not _has_ended(kept[0]):
+                pending.append(run)
+        else:
+            # XLA runs a rank's programs one after the other: those before have ended, too.
+            if _has_ended(end):
+                break
+            pending.append(run)
+    return pending[::-1]
+
+
+def _has_ended(output: jax.Array) -> bool:
+    """Return whether the program that has made an array has ended."""
+    try:
+        return bool(output.is_ready())  # type: ignore[attr-defined]  # no part of JAX's type
+    except RuntimeError:  # donated to a later program, which is in the log, too
+        return True

@@ -21,7 +21,7 @@ from test_monitor import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.program_log import ENTERED, LEFT, ProgramLog
+from jaxmpi._backends.program_log import ENTERED, KEPT_PROGRAMS, LEFT, ProgramLog
 from jaxmpi._job.monitor import activity, watchdog
 from jaxmpi._job.monitor.activity import Stand, Standing
 from jaxmpi._job.monitor.monitor import Doing
@@ -144,14 +144,19 @@ class Output:
         return self.ready
 
 
+def run(log, fingerprint, output):
+    log.enter(fingerprint)
+    log.keep(output)
+    log.end_call()
+
+
 def test_a_program_is_left_when_its_output_is_ready():
-    log = ProgramLog()
-    first, second = log.enter(7), log.enter(8)
+    log, ends = ProgramLog(), (Output(), Output())
+    run(log, 7, ends[0])
+    log.enter(8)
     assert log.inside() and [*log.counts] == [2, 0]
-    ends = Output(), Output()
-    for run, output in zip((first, second), ends, strict=True):
-        run.keep(output)
-        run.note_started()
+    log.keep(ends[1])
+    log.end_call()
     log.look()
     assert log.inside() and [*log.counts] == [2, 0] and log.current().usual_seconds is None
     ends[0].ready = True
@@ -161,20 +166,51 @@ def test_a_program_is_left_when_its_output_is_ready():
     assert not log.inside() and log.current() is None
     log.look()
     assert [*log.counts] == [2, 2]
-    again = log.enter(7)
+    log.enter(7)
     assert 0 < log.current().usual_seconds < 10
-    again.note_started()  # the call has failed: there is no output
+    log.look()
+    assert log.inside() and [*log.counts] == [3, 2]
+    log.end_call()  # the call has failed: there is no output
     assert not log.inside()
+    log.look()
+    assert [*log.counts] == [3, 3]
+
+
+def test_the_last_programs_tell_of_all_that_were_started():
+    log, count = ProgramLog(), 3 * KEPT_PROGRAMS
+    ends = [Output() for _ in range(count)]
+    for k, output in enumerate(ends):
+        run(log, k % 2, output)
+    for output in ends[:-2]:
+        output.ready = True
+    log.look()
+    assert [*log.counts] == [count, count - 2] and log.inside()
+    ends[-1].ready = True  # so the one before it has ended, too
+    log.look()
+    assert [*log.counts] == [count, count] and not log.inside()
+    log.enter(0)
+    assert log.current().usual_seconds is not None
 
 
 def test_an_output_of_the_users_is_not_kept():
     log, output = ProgramLog(), Output()
-    run = log.enter(1)
-    run.watch([output])
-    run.note_started()
+    log.enter(1)
+    log.watch([output])
+    log.end_call()
     assert log.inside()
     del output
     assert not log.inside()
+
+
+def test_an_output_that_was_dropped_tells_nothing_of_those_before():
+    log, first, second = ProgramLog(), Output(), Output()
+    run(log, 1, first)
+    log.enter(2)
+    log.watch([second])
+    log.end_call()
+    del second
+    log.look()
+    assert log.inside() and [*log.counts] == [2, 1]
 
 
 def test_the_time_of_a_program_that_waits_for_another_is_its_own(monkeypatch):
@@ -182,9 +218,7 @@ def test_the_time_of_a_program_that_waits_for_another_is_its_own(monkeypatch):
     monkeypatch.setattr("jaxmpi._backends.program_log.time.monotonic", lambda: now[0])
     log, ends = ProgramLog(), [Output(), Output()]
     for fingerprint, output in enumerate(ends):
-        run = log.enter(fingerprint)
-        run.keep(output)
-        run.note_started()
+        run(log, fingerprint, output)
     now[0], ends[0].ready = 150.0, True
     log.look()
     now[0], ends[1].ready = 153.0, True
