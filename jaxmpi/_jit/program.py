@@ -187,7 +187,8 @@ class Program:
         jitted = jax.jit(flat, donate_argnums=0, **options)
         self.lower = lambda leaves: jitted.lower(select_donated(leaves), select_kept(leaves))
         if self.same_module is not None and self.compared_call:
-            self.lowered_to(self.lower(leaves))  # JAX keeps this for the first call
+            with collection_paused():
+                self.lowered_to(self.lower(leaves))  # JAX keeps this for the first call
         return run
 
 

@@ -82,7 +82,9 @@ class Signature:
         return self.compared_call.fingerprint if self.compared_call else 0
 
     def lowered_to(self, lowered: Lowered, jaxpr: AnyJaxpr) -> None:
-        """Add a digest of the module, without its source lines, to the fingerprint; only once.
+        """Add a digest of the module, without its source lines, to the fingerprint.
+
+        The first lowering counts: later ones of the same program change nothing.
 
         The module text has no large constants: these are compared as captured arrays.
 

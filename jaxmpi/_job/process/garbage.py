@@ -2,9 +2,14 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 __all__ = ["collection_paused"]
+
+_lock = threading.Lock()
+_pauses = 0  # under way, of all threads
+_was_on = False  # before the first of them
 
 
 @contextlib.contextmanager
@@ -14,10 +19,16 @@ def collection_paused() -> Iterator[None]:
     A full collection looks at every object of the process, and tracing a program makes so many that
     one comes in the middle of it: a fifth of the time from a function to its lowered program.
     """
-    was_on = gc.isenabled()
-    gc.disable()
+    global _pauses, _was_on
+    with _lock:
+        if _pauses == 0:
+            _was_on = gc.isenabled()
+            gc.disable()
+        _pauses += 1
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _was_on:
+                gc.enable()
