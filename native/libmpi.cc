@@ -36,6 +36,7 @@ std::string environment_folder() {
 std::vector<std::string> candidates() {
   std::vector<std::string> paths;
   if (const char* given = std::getenv("JAXMPI_LIBMPI"); given && *given) return {given};
+  // not OMPI_COMM_WORLD_SIZE, which `jaxmpi run` sets for JAX under other launchers, too
   const bool open_mpi = std::getenv("OMPI_COMM_WORLD_LOCAL_SIZE") || std::getenv("PMIX_RANK");
   const char* first = open_mpi ? kOpenMpi : kMpich;
   const char* second = open_mpi ? kMpich : kOpenMpi;

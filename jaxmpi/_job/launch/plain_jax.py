@@ -1,15 +1,18 @@
 """Variables for plain JAX programs: those that call `jax.distributed.initialize()`, unchanged.
 
-JAX reads them when it is imported, before the program can do anything. With them, XLA's collectives
-on CPUs run over the native transport, and `jax.distributed.initialize()` finds the other ranks.
+JAX reads them when it is imported, or when the program starts its processes. With them, XLA's
+collectives on CPUs run over the native transport, and `jax.distributed.initialize()` finds the
+other ranks.
 
 A program that calls `jaxmpi.init` gets them, too. Its backend `mpi` does not use them. Backend
 `xla` on CPUs does with JAXMPI_XLA=auto, the default: XLA's collectives then run over the native
 transport, and over gloo without these variables.
 """
 
+import json
 import random
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 
 from jaxmpi._job.launch.mpiexec import Mpiexec
@@ -29,6 +32,15 @@ ORTE_URI = "OMPI_MCA_orte_hnp_uri"
 JOB_UNIT = 2**12
 FIRST_PORT = 65536 - 2**12
 PORTS = range(FIRST_PORT + 1, 65536)  # for a job's number above 0
+
+# of `names_for_jax`; not a shell, which drops variables such as BASH_FUNC_module%%
+_COPY_NAMES = """
+import json, os, sys
+for name, source in json.loads(sys.argv[1]).items():
+    if source in os.environ:
+        os.environ[name] = os.environ[source]
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def variables(
@@ -52,23 +64,21 @@ def variables(
 
 
 def names_for_jax(launcher: Launcher) -> list[str]:
-    """Return the words before a rank's program by which JAX knows the rank.
+    """Return the words before a rank's program by which `jax.distributed.initialize()` knows it.
 
-    A launcher sets a rank's number in that rank only, and JAX knows Open MPI's name of it. So a
-    shell gives it that name, and becomes the program.
+    JAX reads a rank's number, and the number of ranks, from Open MPI's variables. Another launcher
+    has variables of its own, and sets them in the rank only. So a Python without libraries copies
+    them, and becomes the program.
     """
-    jax_knows = launchers.OPEN_MPI_5
-    if launcher.name == jax_knows.name:
+    jax_reads = launchers.OPEN_MPI_5
+    if launcher.name == jax_reads.name:
         return []
-    named = [
-        f'{theirs[0]}="${ours[0]}"'
-        for theirs, ours in (
-            (jax_knows.rank, launcher.rank),
-            (jax_knows.size, launcher.size),
-            (jax_knows.local_rank, launcher.local_rank),
-        )
-    ]
-    return ["sh", "-c", f'export {" ".join(named)}; exec "$@"', "sh"]
+    names = {
+        jax_reads.rank[0]: launcher.rank[0],
+        jax_reads.size[0]: launcher.size[0],
+        jax_reads.local_rank[0]: launcher.local_rank[0],
+    }
+    return [sys.executable, "-I", "-S", "-c", _COPY_NAMES, json.dumps(names)]
 
 
 def _collectives(library: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -293,19 +293,24 @@ def launched(environ: Mapping[str, str]) -> Launched:
     """Read the variables that launchers set for a rank.
 
     Several launchers may have set theirs, as mpirun in an allocation of Slurm. The rank is that of
-    the first row; the size is the largest.
+    the first row whose mark is set, or else of the first row; the size is the largest.
     """
     by = None
     for row in reversed(LAUNCHERS):  # the first row counts
         if any(name in environ for name in row.marks):
             by = row
+    own = by or Launcher("")
     sizes = _numbers(environ, names(lambda launcher: launcher.size))
     return Launched(
         launcher=by,
-        rank=first_number(environ, names(lambda launcher: launcher.rank)),
+        rank=first_number(environ, own.rank + names(lambda launcher: launcher.rank)),
         size=max(sizes, default=1),
-        local_rank=first_number(environ, names(lambda launcher: launcher.local_rank)),
-        local_size=first_number(environ, names(lambda launcher: launcher.local_size)),
+        local_rank=first_number(
+            environ, own.local_rank + names(lambda launcher: launcher.local_rank)
+        ),
+        local_size=first_number(
+            environ, own.local_size + names(lambda launcher: launcher.local_size)
+        ),
     )
 
 

@@ -107,13 +107,13 @@ OMPI_RANK = {
     [
         (OMPI_RANK, "Open MPI", 1, 2),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, "Intel MPI", 1, 2),
-        # with the names that `launch/plain_jax` gives for JAX
+        # with the names that `launch/plain_jax` gives for JAX, of the job that has started this one
         (
             {
                 "PMI_RANK": "1",
                 "PMI_SIZE": "2",
                 "MPI_LOCALNRANKS": "2",
-                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_RANK": "0",
                 "OMPI_COMM_WORLD_SIZE": "2",
             },
             *("Intel MPI", 1, 2),
