@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the test if the time of `--minutes` is over."""
     if time.time() > float(os.environ.get(SKIP_FROM, "inf")):
-        pytest.skip(f"{item.config.getoption('minutes'):.0f} minutes are over (--minutes)")
+        pytest.skip("the time of --minutes is over")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -69,8 +69,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests of a file by their number of ranks, so that each pool starts once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
-    if items and items[0].config.getoption("minutes") is not None:
-        _start_elsewhere(items)
     for item in items:
         if item.path.parent.name == "end_to_end":
             item.add_marker(pytest.mark.examples)
@@ -83,16 +81,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("mpi4jax") or "mpi4jax" in _texts(item):
                 reason = "mpi4jax is not installed: make test TRANSPORT=mpi4jax"
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if SKIP_FROM in os.environ:
+        _start_elsewhere(items)
 
 
 def _start_elsewhere(items: list[pytest.Item]) -> None:
-    """Start with another file for each commit, so that `--minutes` leaves out other tests."""
-    files = list(dict.fromkeys(str(item.path) for item in items))
+    """Start with another file of slow tests for each commit: `--minutes` leaves out other ones."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    files = list(dict.fromkeys(str(item.path) for item in slow))
     head = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    first = int(commit or "0", 16) % len(files)
+    first = int(commit or "0", 16) % max(len(files), 1)
     place = {file: k for k, file in enumerate([*files[first:], *files[:first]])}
-    items.sort(key=lambda item: place[str(item.path)])
+    items.sort(key=lambda item: place.get(str(item.path), len(files)))
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
