@@ -262,7 +262,6 @@ class _Flat:
         return outs
 
 
-@collection_paused()
 def build_program(
     function: Function,
     args: Sequence[PyTree],
@@ -288,6 +287,19 @@ def build_program(
       NotImplementedError, TypeError, ValueError: for arguments that no program can have, a
         collective that is not supported, and what `analyze` raises.
     """
+    with collection_paused():
+        return _build(function, args, kwargs, backend, hide_effects, traced)
+
+
+def _build(
+    function: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    backend: Ranks,
+    hide_effects: bool,
+    traced: tuple[ClosedJaxpr, PyTreeDef] | None,
+) -> Program:
+    """Do what `build_program` does."""
     # trace
     paths, treedef, avals = checked(function, args, kwargs, backend)
     ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]

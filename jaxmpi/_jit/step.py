@@ -126,20 +126,20 @@ class Step:
         """Lower the function, as `jax.jit(fun).lower`; neither this nor `compile` communicates."""
         return self.trace(*args, **kwargs).lower()
 
-    @collection_paused()
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """Trace the program that this backend runs, as `jax.jit(fun).trace`."""
         self._rebuild()
-        if (stage := self._jitted.trace_local(args, kwargs)) is not None:
-            return Traced(stage, partial(self._run_compiled, None), lambda _: None)
-        args, kwargs = self._wrapped(args, kwargs)
-        # `build` may take the program that `trace_local` has left in `next_program`. Hand the same
-        # one on to the trace below.
-        self._jitted.next_program = program = self._jitted.build(args, kwargs)
-        try:
-            stage = self._plain.trace(*args, **kwargs)
-        finally:
-            self._jitted.next_program = None  # unused if JAX has the trace in its cache
+        with collection_paused():
+            if (stage := self._jitted.trace_local(args, kwargs)) is not None:
+                return Traced(stage, partial(self._run_compiled, None), lambda _: None)
+            args, kwargs = self._wrapped(args, kwargs)
+            # `build` may take the program that `trace_local` has left in `next_program`. Hand the
+            # same one on to the trace below.
+            self._jitted.next_program = program = self._jitted.build(args, kwargs)
+            try:
+                stage = self._plain.trace(*args, **kwargs)
+            finally:
+                self._jitted.next_program = None  # unused if JAX has the trace in its cache
         return Traced(stage, partial(self._run_compiled, program), program.lowered_to)
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -18,6 +18,9 @@ def collection_paused() -> Iterator[None]:
 
     A full collection looks at every object of the process, and tracing a program makes so many that
     one comes in the middle of it: a fifth of the time from a function to its lowered program.
+
+    It is no decorator of what traces: the decorator's frame, of contextlib, would count as the
+    user's line.
     """
     global _pauses, _was_on
     with _lock:
