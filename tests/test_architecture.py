@@ -121,6 +121,10 @@ STATE = {  # what modules hold that changes, and why it is not in the Session
         "_calls": "calls for the end of the process, not of the job",
         "_threads": "threads that end before the process does, in a job or not",
     },
+    "_job.process.garbage": {
+        "_pauses": "Python has one garbage collector for all threads of a process",
+        "_was_on": "the same",
+    },
 }
 
 
