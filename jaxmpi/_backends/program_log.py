@@ -140,7 +140,8 @@ def _pending(runs: Sequence[Run]) -> Sequence[Run]:
             if kept and not _has_ended(kept[0]):
                 pending.append(run)
         else:
-            # XLA runs a rank's programs one after the other: those before have ended, too.
+            # XLA runs the programs of a thread one after the other, and `Turn` has another thread
+            # wait for them: those before have ended, too.
             if _has_ended(end):
                 break
             pending.append(run)
