@@ -2,11 +2,17 @@
 
     jaxmpi run -n 2 benchmarks/sharded.py
     JAXMPI_XLA=gloo jaxmpi run -n 2 benchmarks/sharded.py
+    JAXMPI_HOST=10.77.0.1 tests/network.sh 2 1 1 1000 0 benchmarks/sharded.py --mbit 1000
 
 The contenders take turns in one job: `jaxmpi.jit`, and JAX's own collectives, which the native
 transport carries in the first job and gloo in the second. So the ratios to `jaxmpi.jit` can be
-compared between the two. Exits with 1 where a bound of the first job is missed.
+compared between the two. The third job is between two hosts, which are made of this one with 1 ms
+and 1000 Mbit/s between them: the mean of 20 MB beside the cable's limit. With p hosts and B bytes,
+no algorithm is faster than 2 (p-1)/p · B / rate. Exits with 1 where a bound of the first or the
+third job is missed.
 """
+
+import sys
 
 import jax
 import numpy as np
@@ -19,7 +25,12 @@ from models import resnet50
 import jaxmpi
 
 LARGE_LIMIT = 1.5  # JAX / jaxmpi
-args = parser(__doc__).parse_args()
+CABLE_LIMIT = 1.3  # the cable's own time is 1
+arguments = parser(__doc__)
+arguments.add_argument(
+    "--mbit", type=float, help="rate of the cables between hosts, of one rank each"
+)
+args = arguments.parse_args()
 world = jaxmpi.init("mpi", jax_processes=True)
 carrier = jax.config.jax_cpu_collectives_implementation
 report = Report("sharded" if carrier == "mpi" else f"sharded-{carrier}", args)
@@ -76,12 +87,32 @@ def ours(f, arrays, donated=False):
 
 
 def measure(case, f, arrays, donated=False, **bound):
+    """Measure a collective of both kinds, and return the times of each in µs [rounds, calls]."""
     contenders = {"jaxmpi.jit": ours(f, arrays, donated), JAX: plain(f, arrays, donated)}
     times = report.measure(case, contenders)
     bound = bound if carrier == "mpi" else {}
     report.ratio(case, f"{JAX} / jaxmpi.jit", times[JAX], times["jaxmpi.jit"], **bound)
+    return times
 
 
+def measure_between_hosts():
+    """Measure the mean of 20 MB, as one array and as 16, beside the cable's limit."""
+    megabytes = 20
+    limit_us = 2 * (n - 1) / n * megabytes * 8e6 / args.mbit
+    for count in (1, 16):
+        # XLA begins a collective when the one before has ended, so that several wait for each other
+        bound = {"at_most": CABLE_LIMIT} if count == 1 and carrier == "mpi" else {}
+        items = megabytes * 250_000 // count
+        arrays = [np.full(items, world.rank + 1, np.float32)] * count
+        case = f"pmean {megabytes} MB, {count} arrays" if count > 1 else f"pmean {megabytes} MB"
+        for name, times in measure(case, COLLECTIVES["pmean"], arrays).items():
+            report.ratio(case, f"{name} / the cable", times, np.full_like(times, limit_us), **bound)
+    report.finish()
+
+
+if args.mbit:
+    measure_between_hosts()
+    sys.exit(0)
 tree = [np.full((1, int(np.prod(shape))), world.rank + 1, np.float32) for shape in resnet50()]
 for donated in (False, True):
     case = "ResNet-50" + ", donated" * donated
