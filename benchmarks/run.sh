@@ -22,7 +22,7 @@ if [[ $which == hosts ]]; then
   run "$bin/python" benchmarks/overlap.py "$@"
   run "$bin/python" benchmarks/diloco.py
   run "$bin/python" benchmarks/prediction.py --mbit 1000
-  run env PYTHON="$bin/python" JAXMPI_HOST=10.77.0.1 tests/network.sh 2 1 1 1000 0 "$PWD/benchmarks/sharded.py" --mbit 1000 "$@"
+  run env PYTHON="$bin/python" tests/network.sh 2 1 1 1000 0 "$PWD/benchmarks/sharded.py" --mbit 1000 "$@"
   exit $failed
 fi
 for name in dispatch allreduce train_step overhead prediction optimizers codec_times first_call fsdp assumptions data; do

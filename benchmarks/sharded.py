@@ -2,7 +2,7 @@
 
     jaxmpi run -n 2 benchmarks/sharded.py
     JAXMPI_XLA=gloo jaxmpi run -n 2 benchmarks/sharded.py
-    JAXMPI_HOST=10.77.0.1 tests/network.sh 2 1 1 1000 0 benchmarks/sharded.py --mbit 1000
+    tests/network.sh 2 1 1 1000 0 benchmarks/sharded.py --mbit 1000
 
 The contenders take turns in one job: `jaxmpi.jit`, and JAX's own collectives, which the native
 transport carries in the first job and gloo in the second. So the ratios to `jaxmpi.jit` can be

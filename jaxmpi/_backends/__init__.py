@@ -25,7 +25,8 @@ tuning             chunk sizes within a node and between nodes, thresholds betwe
 
 Other transports:
 mpi4jax            mpi4jax
-xla                NCCL, gloo or the native transport, on JAX's own processes, which the ranks join
+xla                NCCL, gloo or the native transport, on JAX's own processes
+jax_processes      JAX's own processes, which the ranks join, and the address of rank 0
 nccl               NCCL's version, and its variables where ranks share a GPU
 
 Collectives in programs:

@@ -15,12 +15,13 @@ import jax
 
 from jaxmpi import _devices
 from jaxmpi._backends import extension, nccl
+from jaxmpi._backends.jax_processes import join_jax_processes
 from jaxmpi._backends.mpi4jax import Mpi4jax
 from jaxmpi._backends.mpi_library import import_mpi4jax, import_mpi4py, unlink_shared_memory
 from jaxmpi._backends.mpi_ranks import MpiRanks
 from jaxmpi._backends.native import Native, on_host
 from jaxmpi._backends.native_transports import SHARED_MEMORY
-from jaxmpi._backends.xla import Xla, join_jax_processes
+from jaxmpi._backends.xla import Xla
 from jaxmpi._errors import MPIError
 from jaxmpi._job.process import launchers, settings
 
@@ -72,7 +73,7 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
     if jax_processes and launched > 1:
         world = mpi.COMM_WORLD
         one_host = len({*gathered(launched, socket.gethostname)}) == 1
-        join_jax_processes(world.rank, world.size, one_host, partial(world.bcast, root=0))
+        join_jax_processes(world.rank, world.size, one_host, world.allgather)
     ranks = _on_transport(asked, launched)
     ranks.gpus = gpus
     return ranks

@@ -3,16 +3,9 @@
 Each rank's arrays go in and come out as global arrays with the sharding `P()` of a mesh of one
 device a rank. XLA takes these for replicated, but each process holds its own values, and nothing
 inside (`shard_map` without `check_vma`) relies on more. Wrapping and unwrapping share the memory.
-
-It stands on JAX's own processes, which the ranks join. On backend "mpi" a program may ask for them,
-too, for libraries that read `jax.process_index()`.
 """
 
-import contextlib
-import os
-import socket
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import TypeVar
 
@@ -22,23 +15,21 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import lax_collectives
 from jaxmpi._backends.base import Branch, Collective, Place, Target
 from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
 from jaxmpi._backends.groups import named_groups
 from jaxmpi._backends.interface import Arrays, Limits, Lowering, Processes, nesting_error
+from jaxmpi._backends.jax_processes import join_jax_processes
 from jaxmpi._backends.mpi_library import Communicator
-from jaxmpi._job.process import jax_collectives, settings
+from jaxmpi._job.process import jax_collectives
 
-__all__ = ["Xla", "join_jax_processes"]
+__all__ = ["Xla"]
 
 R = TypeVar("R")
 T = TypeVar("T")
 Tree = TypeVar("Tree")  # a pytree of arrays
-
-LOOPBACK = "127.0.0.1"
 
 
 class Xla(MpiTransport):
@@ -57,9 +48,7 @@ class Xla(MpiTransport):
         self._is_left_to_monitor = False  # to end the job for a long wait
         if place.size > 1:
             one_host = place.local_size == place.size
-            join_jax_processes(
-                place.rank, place.size, one_host, partial(mpi.COMM_WORLD.bcast, root=0)
-            )
+            join_jax_processes(place.rank, place.size, one_host, mpi.COMM_WORLD.allgather)
         # of each rank, as `local_devices` has it
         first = {device.process_index: device for device in reversed(jax.devices())}
         self._mesh = Mesh(np.array([first[rank] for rank in range(place.size)]), (AXIS,))
@@ -248,133 +237,3 @@ class GlobalArrays(Arrays):
         if isinstance(x, jax.Array) and x.sharding == self._sharding:
             return x.addressable_data(0)
         return x
-
-
-# JAX's processes
-
-
-def join_jax_processes(
-    rank: int, size: int, one_host: bool, from_rank_0: Callable[[object], tuple[str, str, int]]
-) -> None:
-    """Have JAX's processes find each other, before JAX starts.
-
-    `jax.process_index()` is the rank then. In a job of one host, they listen at loopback only.
-
-    **Collective:** every rank calls it.
-
-    Args:
-      rank: of this process.
-      size: the number of ranks.
-      one_host: whether all ranks are on this host.
-      from_rank_0: returns rank 0's argument on every rank.
-
-    Raises:
-      RuntimeError: JAX has started already; `jax.distributed.initialize` was called with other
-        numbers; the processes do not reach each other.
-    """
-    if jax.distributed.is_initialized():
-        index, count = jax.process_index(), jax.process_count()
-        if (index, count) == (rank, size):
-            return
-        raise RuntimeError(
-            f"init: jax.distributed.initialize has made this process {index} of {count}, and it is "
-            f"rank {rank} of {size} in MPI. Leave that call out: jaxmpi.init() makes it, on the "
-            "mpi backend with jax_processes=True."
-        )
-    if _jaxcompat.backends_started():
-        raise RuntimeError(
-            "init: JAX has started already, and its processes must join before that. Call "
-            "jaxmpi.init() before any code that makes an array or asks for devices, imports that "
-            "do so included."
-        )
-    _choose_collectives()
-    if one_host:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    host = (LOOPBACK if one_host else _host()) if rank == 0 else ""
-    host, bind, port = from_rank_0((host, *_bindable(host)) if host else None)
-    _jaxcompat.gloo_listens_at(LOOPBACK if one_host else _towards(host))
-    address = f"{host}:{port}"
-    _pass_proxies(host)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-    try:
-        jax.distributed.initialize(
-            address,
-            size,
-            rank,
-            cluster_detection_method="deactivate",
-            initialization_timeout=60,
-            coordinator_bind_address=os.environ.get(
-                "JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"
-            ),
-        )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"init: JAX's processes could not join each other at {address}: {error} Set "
-            "JAXMPI_HOST on rank 0 to an address that all hosts reach."
-        ) from error
-
-
-def _choose_collectives() -> None:
-    """Have JAX use what JAXMPI_XLA names for its collectives on CPUs.
-
-    `jaxmpi run` asks JAX for MPI in all programs; "auto" leaves it at what JAX was asked for.
-
-    Raises:
-      RuntimeError: it names MPI, and jaxlib has been loaded without the library for that.
-    """
-    wanted = settings.get("JAXMPI_XLA")
-    ours = os.environ.get(jax_collectives.LIBRARY_VARIABLE) == str(jax_collectives.find_library())
-    if wanted == "mpi" and not ours:
-        reason = jax_collectives.why_not() or "Python was started without its variables."
-        raise RuntimeError(
-            f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
-            "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
-        )
-    if wanted != "auto":
-        jax.config.update("jax_cpu_collectives_implementation", wanted)
-
-
-def _pass_proxies(host: str) -> None:
-    """Have gRPC, by which JAX's processes talk, connect without the proxy that http_proxy names."""
-    name = "no_grpc_proxy"
-    os.environ[name] = ",".join(
-        filter(None, [os.environ.get(name) or os.environ.get("no_proxy"), host])
-    )
-    with contextlib.suppress(AttributeError):  # JAX's warning about it
-        jax.config.update("jax_check_proxy_envs", False)
-
-
-def _host() -> str:
-    """Return an address of this host that the other ranks can reach.
-
-    JAXMPI_HOST, on rank 0, overrides it.
-    """
-    # an address of nobody: the interface that leads outside
-    return settings.get("JAXMPI_HOST") or _towards("192.0.2.1")
-
-
-def _towards(host: str) -> str:
-    """Return the address of this host that another host sees.
-
-    It is the name of this host where there is no way to that one.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
-def _bindable(host: str) -> tuple[str, int]:
-    """Return the address to listen at, and a free port of it.
-
-    It is `host`, or all addresses where that is none of this host.
-    """
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:  # it leads here in another way
-            host = "0.0.0.0"
-            probe.bind((host, 0))
-        return host, int(probe.getsockname()[1])

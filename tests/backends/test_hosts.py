@@ -106,15 +106,19 @@ def test_a_cable_that_is_cut_for_ever(overlap, tmp_path):
     ), output
 
 
-def test_xla_between_hosts(tmp_path):
-    """Each rank listens at the address of its host that leads to rank 0: no name resolves to it."""
+@pytest.mark.parametrize("named", ["", "10.77.0.1"])
+def test_xla_between_hosts(named, tmp_path):
+    """The ranks find an address of rank 0's: no name resolves to it, and there's no default route.
+
+    Each rank listens at the address of its host that leads to rank 0.
+    """
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)
     environ = {
         "PYTHON": sys.executable,
         "JAX_OF_THE_USER": "here",
         "JAXMPI_BACKEND": "xla",
-        "JAXMPI_HOST": "10.77.0.1",
+        "JAXMPI_HOST": named,
     }
     command = [str(TWO_HOSTS), str(script), str(tmp_path / "go"), "5"]
     done = subprocess.run(

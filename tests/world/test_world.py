@@ -14,7 +14,7 @@ from programs import on_ranks, run
 
 import jaxmpi
 from jaxmpi import _devices
-from jaxmpi._backends import mpi_library, xla
+from jaxmpi._backends import mpi_library
 from jaxmpi._job.process import launchers
 from jaxmpi._world.init import _choose
 from jaxmpi._world.world import sized_axes
@@ -635,52 +635,3 @@ def test_an_array_before_init_on_xla_is_an_error_that_says_so():
         "init: JAX has started already.* before any code that makes an array",
         done.stdout + done.stderr,
     )
-
-
-def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    xla.join_jax_processes(1, 2, True, lambda obj: obj)  # they are
-    with pytest.raises(
-        RuntimeError,
-        match=r"made this process 1 of 2, and it is rank 0 of 2 in MPI. Leave that call out",
-    ):
-        xla.join_jax_processes(0, 2, True, lambda obj: obj)
-
-
-@pytest.mark.parametrize(
-    ("local_size", "named", "own", "address", "bind", "gloo", "nccl"),
-    [
-        (2, None, "10.0.0.7", "127.0.0.1", "127.0.0.1", "127.0.0.1", "lo"),
-        (2, "node1", "10.0.0.7", "127.0.0.1", "127.0.0.1", "127.0.0.1", "lo"),
-        (1, None, "127.0.0.3", "127.0.0.3", "127.0.0.3", "127.0.0.3", None),
-        (1, "127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.2", "127.0.0.3", None),
-        # an address that leads here
-        (1, "198.51.100.9", "127.0.0.3", "198.51.100.9", "0.0.0.0", "127.0.0.3", None),
-    ],
-)
-def test_the_addresses_at_which_xla_listens(
-    monkeypatch, local_size, named, own, address, bind, gloo, nccl
-):
-    """XLA listens at addresses of the job's hosts only, and at loopback alone for one host."""
-    seen = {}
-    monkeypatch.setattr(
-        jax.distributed,
-        "initialize",
-        lambda address, *_, **options: seen.update(options, address=address),
-    )
-    monkeypatch.setattr(xla._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host))
-    monkeypatch.setattr(xla._jaxcompat, "backends_started", lambda: False)
-    monkeypatch.setattr(xla, "_towards", lambda host: own)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setenv("JAXMPI_HOST", named or "")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "to be removed afterwards")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    xla.join_jax_processes(0, 2, local_size == 2, lambda obj: obj)
-    port = seen["address"].rpartition(":")[2]
-    assert (seen["address"], seen["coordinator_bind_address"]) == (
-        f"{address}:{port}",
-        f"{bind}:{port}",
-    )
-    assert (seen["gloo"], os.environ.get("NCCL_SOCKET_IFNAME")) == (gloo, nccl)

@@ -1,0 +1,303 @@
+"""JAX's own processes, which the ranks join, and the address at which they find rank 0.
+
+Backend "xla" stands on them. On backend "mpi" a program may ask for them, too, for libraries that
+read `jax.process_index()`.
+
+JAX wants one address of rank 0 for all processes, and ends a process that does not reach it after a
+minute, without a Python error. A host has several addresses, its name may stand for loopback
+(Debian maps it to 127.0.1.1), and the network of the compute nodes often has no default route. So
+rank 0 listens at each address that it may have, the other hosts try them, and JAX gets one that all
+have reached.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+
+from jaxmpi import _jaxcompat
+from jaxmpi._job.process import jax_collectives, settings
+
+__all__ = ["join_jax_processes"]
+
+LOOPBACK = "127.0.0.1"
+NOWHERE = "192.0.2.1"  # an address of nobody: the route to it is the default route
+TRY_SECONDS = 5.0  # to connect to an address, and to be answered
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+
+Exchange = Callable[[object], list]  # returns the arguments of all ranks
+
+
+class Address(NamedTuple):
+    """Where rank 0 can be reached."""
+
+    host: str
+    bind: str  # where it listens: `host`, or all addresses if that is none of its own
+    port: int
+
+
+def join_jax_processes(rank: int, size: int, one_host: bool, exchange: Exchange) -> None:
+    """Have JAX's processes find each other, before JAX starts.
+
+    `jax.process_index()` is the rank then. In a job of one host, they listen at loopback only.
+
+    **Collective:** every rank calls it.
+
+    Args:
+      rank: of this process.
+      size: the number of ranks.
+      one_host: whether all ranks are on this host.
+      exchange: returns the arguments of all ranks, as MPI's allgather does.
+
+    Raises:
+      RuntimeError: on all ranks: on one of them JAX has started already, or
+        `jax.distributed.initialize` was called with other numbers or not on all of them, or the
+        processes do not reach each other.
+    """
+    obstacle = _obstacle(rank, size)
+    states = exchange((jax.distributed.is_initialized(), obstacle))
+    if obstacle:
+        raise RuntimeError(f"init: {obstacle}")
+    for other, (_, its_obstacle) in enumerate(states):
+        if its_obstacle:
+            raise RuntimeError(f"init: rank {other} cannot join the others: {its_obstacle}")
+    joined = [rank for rank, (has_joined, _) in enumerate(states) if has_joined]
+    if len(joined) == size:
+        return
+    if joined:
+        raise RuntimeError(
+            f"init: jax.distributed.initialize was called on rank {joined[0]}, and not on all "
+            "ranks. Leave that call out: jaxmpi.init() makes it."
+        )
+    _choose_collectives()
+    if one_host:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        found = Address(LOOPBACK, *_bindable(LOOPBACK)) if rank == 0 else None
+        host, bind, port = exchange(found)[0]
+    else:
+        host, bind, port = find_address(rank, socket.gethostname(), exchange)
+    _jaxcompat.gloo_listens_at(LOOPBACK if one_host else _towards(host) or socket.gethostname())
+    address = f"{host}:{port}"
+    _pass_proxies(host)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    try:
+        jax.distributed.initialize(
+            address,
+            size,
+            rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,
+            coordinator_bind_address=os.environ.get(
+                "JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"
+            ),
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"init: JAX's processes could not join each other at {address}: {error} Set "
+            "JAXMPI_HOST on rank 0 to an address that all hosts reach."
+        ) from error
+
+
+def _obstacle(rank: int, size: int) -> str:
+    """Return why this process cannot join JAX's processes, and what to do; "" if it can."""
+    if jax.distributed.is_initialized():
+        index, count = jax.process_index(), jax.process_count()
+        if (index, count) != (rank, size):
+            return (
+                f"jax.distributed.initialize has made this process {index} of {count}, and it is "
+                f"rank {rank} of {size} in MPI. Leave that call out: jaxmpi.init() makes it, on "
+                "the mpi backend with jax_processes=True."
+            )
+    elif _jaxcompat.backends_started():
+        return (
+            "JAX has started already, and its processes must join before that. Call jaxmpi.init() "
+            "before any code that makes an array or asks for devices, imports that do so included."
+        )
+    return ""
+
+
+def _choose_collectives() -> None:
+    """Have JAX use what JAXMPI_XLA names for its collectives on CPUs.
+
+    `jaxmpi run` asks JAX for MPI in all programs; "auto" leaves it at what JAX was asked for.
+
+    Raises:
+      RuntimeError: it names MPI, and jaxlib has been loaded without the library for that.
+    """
+    wanted = settings.get("JAXMPI_XLA")
+    ours = os.environ.get(jax_collectives.LIBRARY_VARIABLE) == str(jax_collectives.find_library())
+    if wanted == "mpi" and not ours:
+        reason = jax_collectives.why_not() or "Python was started without its variables."
+        raise RuntimeError(
+            f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
+            "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
+        )
+    if wanted != "auto":
+        jax.config.update("jax_cpu_collectives_implementation", wanted)
+
+
+def _pass_proxies(host: str) -> None:
+    """Have gRPC, by which JAX's processes talk, connect without the proxy that http_proxy names."""
+    name = "no_grpc_proxy"
+    os.environ[name] = ",".join(
+        filter(None, [os.environ.get(name) or os.environ.get("no_proxy"), host])
+    )
+    with contextlib.suppress(AttributeError):  # JAX's warning about it
+        jax.config.update("jax_check_proxy_envs", False)
+
+
+# the address of rank 0
+
+
+def find_address(rank: int, host: str, exchange: Exchange) -> Address:
+    """Return an address of rank 0 that the ranks of all hosts reach.
+
+    **Collective:** every rank calls it. One rank of each other host connects to rank 0.
+
+    Args:
+      rank: of this process.
+      host: the name of this host.
+      exchange: returns the arguments of all ranks, as MPI's allgather does.
+
+    Raises:
+      RuntimeError: on all ranks, there is no such address; the error has what was tried.
+    """
+    listening = Listening.at(_candidates()) if rank == 0 else None
+    try:
+        told = exchange((host, listening and listening.told))
+        hosts = [each for each, _ in told]
+        addresses, token = told[0][1]
+        # the first rank of each host but rank 0's tries for its host
+        tries = host != hosts[0] and hosts.index(host) == rank
+        found = exchange(_try_all(addresses, token) if tries else None)
+    finally:
+        if listening:
+            listening.close()
+    failures = {
+        (address, each): errors[i]
+        for each, errors in zip(hosts, found, strict=True)
+        for i, address in enumerate(addresses)
+        if errors and errors[i]
+    }
+    for address in addresses:
+        if not any(address == failed for failed, _ in failures):
+            return address
+    tried = "; ".join(
+        f"{address.host} from {each}: {why}" for (address, each), why in failures.items()
+    )
+    raise RuntimeError(
+        f"init: JAX's processes need an address of rank 0's host, {hosts[0]}, that all hosts "
+        f"reach, and there is none ({tried or 'it has no address'}). Set JAXMPI_HOST on rank 0 to "
+        "an address that all hosts reach, and open its firewall to them."
+    )
+
+
+class Listening:
+    """Sockets of rank 0 that answer whoever connects with a token, so that ranks know it."""
+
+    def __init__(self, sockets: Sequence[socket.socket], addresses: Sequence[Address]) -> None:
+        """Answer at sockets that listen, each in a thread."""
+        self._sockets = sockets
+        self._token = secrets.token_bytes(16)
+        self.told = (list(addresses), self._token)  # for the other ranks
+        self._threads = [threading.Thread(target=self._answer, args=(each,)) for each in sockets]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def at(cls, hosts: Sequence[str]) -> "Listening":
+        """Listen at those of the addresses that this host can listen at."""
+        sockets, addresses = [], []
+        for host in hosts:
+            with contextlib.suppress(OSError):  # a name that nobody knows
+                bind, port = _bindable(host)
+                sockets.append(socket.create_server((bind, port), backlog=4096))
+                addresses.append(Address(host, bind, port))
+        return cls(sockets, addresses)
+
+    def _answer(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the socket was shut down
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(TRY_SECONDS)
+                    connection.sendall(self._token)
+                    connection.recv(1)  # the other side closes first, which leaves the port free
+
+    def close(self) -> None:
+        """Close the sockets, and wait for the threads."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # which ends the accept of its thread
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+def _try_all(addresses: Sequence[Address], token: bytes) -> list[str]:
+    """Return why rank 0 does not answer at each address; "" where it does."""
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        return list(pool.map(lambda address: _try(address, token), addresses))
+
+
+def _try(address: Address, token: bytes) -> str:
+    try:
+        place = (address.host, address.port)
+        with socket.create_connection(place, timeout=TRY_SECONDS) as connection:
+            got = connection.recv(len(token), socket.MSG_WAITALL)
+            return "" if got == token else "somebody else answered"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _candidates() -> list[str]:
+    """Return addresses and names at which other hosts may reach this one, the likely ones first.
+
+    JAXMPI_HOST is the only one where it is set.
+    """
+    if named := settings.get("JAXMPI_HOST"):
+        return [named]
+    found = [_towards(NOWHERE), *_interface_addresses(), socket.gethostname()]
+    return [each for each in dict.fromkeys(found) if each and not each.startswith("127.")]
+
+
+def _interface_addresses() -> Iterator[str]:
+    """Yield the IPv4 address of each network interface that has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without one
+                request = struct.pack("256s", name.encode())
+                yield socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+
+
+def _towards(host: str) -> str:
+    """Return the address of this host that another host sees; "" if no way leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def _bindable(host: str) -> tuple[str, int]:
+    """Return the address to listen at, and a free port of it.
+
+    It is `host`, or all addresses where that is none of this host.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:  # it leads here in another way
+            host = "0.0.0.0"
+            probe.bind((host, 0))
+        return host, int(probe.getsockname()[1])
