@@ -1,6 +1,7 @@
 #include "mpi_abi.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <thread>
 
@@ -17,6 +19,8 @@
 #include "clique.h"
 #include "mpi_groups.h"
 #include "mpi_waits.h"
+#include "plain_record.h"
+#include "record.h"
 
 namespace jaxmpi::mpi {
 namespace {
@@ -49,6 +53,9 @@ std::atomic<bool> joined = false;  // whether the ranks know each other
 pid_t process = 0;                 // that has called MPI_Init
 std::atomic<bool> lost = false;    // whether another rank has ended in a collective
 thread_local std::string failure;  // the last one of this thread
+// Of a rank that has no monitor. Never destroyed.
+std::atomic<PlainRecord*> plain_record = nullptr;
+std::atomic<bool> asked_for_record = false;  // by SIGUSR1
 
 // Return "rank 2", by the launcher's variables before MPI has started, or "a rank".
 std::string name_of_rank() {
@@ -65,7 +72,14 @@ void say(const std::string& text) {
   std::fflush(stderr);
 }
 
+// Write the flight record where the user wants one of each job.
+void dump_at_end(const std::string& why) {
+  const char* folder = std::getenv("JAXMPI_FLIGHT_DIR");
+  if (PlainRecord* const record = plain_record; record && folder && *folder) record->dump(why);
+}
+
 [[noreturn]] void abort_job(int code) {
+  dump_at_end("code " + std::to_string(code));
   if (const Job* known = job) known->abort(code);
   std::_Exit(code);  // MPI has not started; the launcher ends the other ranks
 }
@@ -121,15 +135,55 @@ int64_t checked(int64_t count) {
   return count;
 }
 
+// A message on record, where this rank has no monitor of jaxmpi.
+class Recorded {
+ public:
+  // Of all members of a group
+  template <class Describe>
+  Recorded(Group& group, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
+    PlainRecord* const record = plain_record;
+    if (!record) return;
+    for (const int member : group.members) fingerprint = mix(fingerprint, member);
+    name(*record, fingerprint, describe);
+    waits_.emplace();
+    entered_.emplace(*group.transport, static_cast<int64_t>(fingerprint), bytes);
+    (group_ = &group)->inside = true;
+  }
+  // From rank to rank
+  template <class Describe>
+  Recorded(uint64_t fingerprint, int64_t bytes, const Describe& describe) {
+    PlainRecord* const record = plain_record;
+    if (!record) return;
+    name(*record, fingerprint, describe);
+    waits_.emplace();
+    entered_.emplace(static_cast<int64_t>(fingerprint), bytes);
+  }
+  ~Recorded() {
+    if (group_) group_->inside = false;
+  }
+
+ private:
+  template <class Describe>
+  static void name(PlainRecord& record, uint64_t fingerprint, const Describe& describe) {
+    record.name(static_cast<int64_t>(fingerprint), describe);
+  }
+
+  std::optional<record::Exposed> waits_;
+  std::optional<record::Entered> entered_;
+  Group* group_ = nullptr;
+};
+
 // Carry out a collective. The ranks compare what each is about to do.
 void carry_out(Group& group, const char* name, const Operation& operation, const Array& array) {
-  const auto describe = [&group, name, operation, array] {
+  const auto what = [name, operation, array] {
     std::ostringstream text;
     text << name << " of " << array.columns << " " << name_of(kTypes, array.type);
     if (operation.kind == Kind::Allreduce || operation.kind == Kind::ReduceScatter)
       text << " (" << name_of(kOps, operation.op) << ")";
-    text << ", " << array.bytes() << " bytes, with " << list(group.members);
     return text.str();
+  };
+  const auto describe = [&group, what, array] {
+    return what() + ", " + std::to_string(array.bytes()) + " bytes, with " + list(group.members);
   };
   const auto missing = [&group] {
     std::vector<int> ranks;
@@ -147,6 +201,8 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   // another thread, which reports it itself.
   const std::lock_guard turn(group.mutex);
   const Wait wait(describe, missing);
+  const Recorded recorded(group, fingerprint, array.bytes(),
+                          [&what, &group] { return what() + ", with " + list(group.members); });
   std::vector<Array> arrays;
   if (array.columns) arrays.push_back(array);
   try {
@@ -240,12 +296,14 @@ void finish(Number& request) {
   if (!request) return;
   const std::unique_ptr<Message> message(reinterpret_cast<Message*>(std::exchange(request, 0)));
   const Library& library = running().library();
+  const std::string end =
+      (message->sends ? "to rank " : "from rank ") + std::to_string(message->other);
   const Wait wait(
-      [&message] {
-        return std::string("a permute, ") + (message->sends ? "to " : "from ") + "rank " +
-               std::to_string(message->other) + ", of " + std::to_string(message->bytes) + " bytes";
-      },
+      [&] { return "a permute " + end + ", of " + std::to_string(message->bytes) + " bytes"; },
       [] { return std::string(); });
+  const uint64_t direction = mix(message->sends ? 1 : 2, static_cast<uint64_t>(message->other));
+  const Recorded recorded(mix(direction, static_cast<uint64_t>(message->bytes)), message->bytes,
+                          [&end] { return "a permute " + end; });
   Backoff backoff(running().crowded(), Backoff::Awaited::kMessages);
   for (;;) {
     int done = 0;
@@ -321,14 +379,40 @@ void at_exit(int code, void*) {
   int over = 0;
   if (known->library().finalized(&over) != 0 || over) return;
   if (code != 0) known->abort(code);
+  dump_at_end("the end");
   known->library().finalize();
+}
+
+// Say a sentence about a long wait, and where the record of the collectives is.
+void say_and_dump(const std::string& text) {
+  PlainRecord* const record = plain_record;
+  say(record ? text + " " + record->dump("a long wait") : text);
+}
+
+// What the thread that watches the waits does besides, several times a second.
+void look() {
+  PlainRecord* const record = plain_record;
+  if (!record) return;
+  record->show();
+  if (asked_for_record.exchange(false)) say("has SIGUSR1. " + record->dump("SIGUSR1"));
+}
+
+// Let `jaxmpi top`, `jaxmpi timeline` and SIGUSR1 see a rank that no monitor of jaxmpi watches.
+void start_record() {
+  plain_record = new PlainRecord(running().place(), [] { return running().missing_ranks(); });
+  struct sigaction action = {};
+  if (sigaction(SIGUSR1, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) {
+    action.sa_handler = [](int) { asked_for_record = true; };
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGUSR1, &action, nullptr);
+  }
 }
 
 void begin() {
   std::call_once(began, [] {
     process = getpid();
     // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
-    watch_waits(say, [] { abort_job(kFailed); });
+    watch_waits(say_and_dump, [] { abort_job(kFailed); }, look);
     try {
       if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
       const Wait wait([] { return std::string("the start of JAX's collectives over MPI"); },
@@ -347,6 +431,7 @@ void begin() {
     if (running().started_mpi()) {
       on_exit(at_exit, nullptr);
       install_hooks();
+      start_record();
     }
   });
 }

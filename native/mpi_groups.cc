@@ -14,6 +14,8 @@
 #include <cstring>
 #include <random>
 
+#include "clock.h"
+
 namespace jaxmpi::mpi {
 namespace {
 
@@ -49,6 +51,8 @@ uint64_t hash(const void* data, size_t bytes, uint64_t seed = 0xcbf29ce484222325
 struct NodeInfo {
   uint64_t node;  // equal on ranks that can share memory
   cpu_set_t cores;
+  Member member;
+  uint64_t token;  // of rank 0: JobPlace::token
 };
 
 NodeInfo node_info(int rank) {
@@ -68,7 +72,9 @@ NodeInfo node_info(int rank) {
     const int number = rank / each;
     node = hash(&number, sizeof number, node);
   }
-  NodeInfo info = {node, {}};
+  std::random_device random;
+  NodeInfo info = {node, {}, {getpid(), {}}, uint64_t{random()} << 32 | random()};
+  std::snprintf(info.member.host, sizeof info.member.host, "%s", host.nodename);
   sched_getaffinity(0, sizeof info.cores, &info.cores);
   return info;
 }
@@ -123,6 +129,8 @@ void Job::join() {
         library_.allgather(&mine, sizeof mine, library_.byte, all.data(), sizeof mine,
                            library_.byte, world_),
         "MPI_Allgather");
+  place_ = {rank_, {}, all[0].token, now()};
+  for (const NodeInfo& info : all) place_.members.push_back(info.member);
   // Nodes have numbers in the order of their first ranks. All ranks compute the same from the same
   // table: how many threads a rank has, and whether any node has more ranks than cores.
   std::vector<uint64_t> names;
@@ -167,6 +175,19 @@ bool Job::has_users(const std::vector<int>& members) {
   const std::lock_guard lock(mutex_);
   const auto found = groups_.find(members);
   return found != groups_.end() && found->second.group && found->second.group->users > 0;
+}
+
+std::vector<int> Job::missing_ranks() {
+  std::vector<int> missing;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [members, slot] : groups_) {
+    if (!slot.group || !slot.group->inside) continue;
+    for (const int member : slot.group->transport->missing_ranks())
+      missing.push_back(members[static_cast<size_t>(member)]);
+  }
+  std::sort(missing.begin(), missing.end());
+  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+  return missing;
 }
 
 // Return a communicator of some ranks. Only these call it.

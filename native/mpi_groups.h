@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "libmpi.h"
+#include "plain_record.h"
 #include "transport.h"
 
 namespace jaxmpi::mpi {
@@ -19,9 +20,10 @@ struct Group {
   int rank = 0;              // this rank's place among them
   // Of two members and more
   std::unique_ptr<Transport> transport;
-  std::mutex mutex;            // the transport carries one message at a time
-  Handle point_to_point = 0;   // the communicator for messages from rank to rank
-  std::atomic<int> users = 0;  // communicators of XLA that it carries
+  std::mutex mutex;                  // the transport carries one message at a time
+  std::atomic<bool> inside = false;  // one is under way
+  Handle point_to_point = 0;         // the communicator for messages from rank to rank
+  std::atomic<int> users = 0;        // communicators of XLA that it carries
 
   int size() const { return static_cast<int>(members.size()); }
 };
@@ -39,6 +41,7 @@ class Job {
   int size() const { return size_; }
   bool started_mpi() const { return started_; }
   bool crowded() const { return crowded_; }
+  const JobPlace& place() const { return place_; }  // after `join`
   const Library& library() const { return library_; }
 
   // Return the group of some ranks, which is made at the first call.
@@ -47,6 +50,9 @@ class Job {
 
   // Return whether XLA has a communicator of some ranks.
   bool has_users(const std::vector<int>& members);
+
+  // Return the ranks that this one waits for in its collectives now.
+  std::vector<int> missing_ranks();
 
   // End all ranks of the job.
   [[noreturn]] void abort(int code) const;
@@ -67,6 +73,7 @@ class Job {
   int64_t largest_node_ = 1;  // ranks
   Handle world_ = 0;
   std::vector<int> nodes_;  // of each rank
+  JobPlace place_;
   std::mutex mutex_;
   std::map<std::vector<int>, Slot> groups_;
 };

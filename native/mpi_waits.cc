@@ -53,13 +53,14 @@ Wait::~Wait() {
   delete entry_;
 }
 
-void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end) {
+void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end,
+                 std::function<void()> look) {
   const double stall = seconds_of("JAXMPI_STALL_SECONDS", kStallSeconds);
   const double last = seconds_of("JAXMPI_STALL_END_SECONDS", 0);
-  if (stall <= 0 && last <= 0) return;
   std::thread([=] {
     for (;;) {
       usleep(200'000);
+      look();
       std::vector<std::string> reports;
       bool over = false;
       {

@@ -52,11 +52,16 @@ Record& make_record() {
   return *new Record{};
 }
 
-Record& record = make_record();
+Record& the_record() {
+  static Record& made = make_record();
+  return made;
+}
+
 std::mutex& entering = *new std::mutex;
 
 // Begin the record of a message. `started` counts it last, so that no reader finds a part of it.
 Event& next(int64_t fingerprint, int64_t bytes) {
+  Record& record = the_record();
   const std::lock_guard<std::mutex> lock(entering);
   Event& event = record.events[record.started % kEvents];
   event.fingerprint = fingerprint;
@@ -69,29 +74,36 @@ Event& next(int64_t fingerprint, int64_t bytes) {
 
 }  // namespace
 
+void open() { the_record(); }
+
 Entered::Entered(const Transport& transport, int64_t fingerprint, int64_t bytes)
-    : event_(next(fingerprint, bytes)), transport_(transport) {}
+    : event_(next(fingerprint, bytes)), transport_(&transport) {}
+
+Entered::Entered(int64_t fingerprint, int64_t bytes)
+    : event_(next(fingerprint, bytes)), transport_(nullptr) {}
 
 Entered::~Entered() {
   event_.end = now();
   // An earlier time is that of the message before: this one failed before all ranks had entered it.
-  const int64_t all_entered = transport_.all_entered_ns();
+  const int64_t all_entered = transport_ ? transport_->all_entered_ns() : 0;
   if (all_entered >= event_.start) event_.all_entered = all_entered;
-  ++record.ended;
+  ++the_record().ended;
 }
 
 Exposed::~Exposed() {
   const int64_t end = now();
+  Record& record = the_record();
   record.exposed_ns += end - start_;
   Wait& wait = record.waits[record.waited++ % kEvents];
   wait.start = start_;
   wait.end = end;
 }
 
-int64_t exposed_ns() { return record.exposed_ns; }
+int64_t exposed_ns() { return the_record().exposed_ns; }
 
 std::vector<std::pair<int64_t, int64_t>> last_waits() {
   std::vector<std::pair<int64_t, int64_t>> out;
+  const Record& record = the_record();
   const int64_t end = record.waited;
   for (int64_t i = std::max<int64_t>(0, end - kEvents); i < end; ++i) {
     const Wait& wait = record.waits[i % kEvents];
@@ -102,16 +114,22 @@ std::vector<std::pair<int64_t, int64_t>> last_waits() {
 
 std::pair<int64_t, int64_t> messages() {
   // `ended` is read first: the other way round, a rank between two messages might seem inside one.
+  const Record& record = the_record();
   const int64_t ended = record.ended;
   return {record.started, ended};
 }
 
-int64_t last_fingerprint() {
-  return record.started ? record.events[(record.started - 1) % kEvents].fingerprint.load() : 0;
+LastEvent last_event() {
+  const Record& record = the_record();
+  const int64_t started = record.started;
+  if (!started) return {0, 0};
+  const Event& event = record.events[(started - 1) % kEvents];
+  return {event.fingerprint, event.start};
 }
 
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> last_events() {
   std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> out;
+  const Record& record = the_record();
   const int64_t end = record.started;
   for (int64_t i = std::max<int64_t>(0, end - kEvents); i < end; ++i) {
     const Event& event = record.events[i % kEvents];

@@ -16,18 +16,23 @@
 
 namespace jaxmpi::record {
 
+// Make the record. Without it, the first message does.
+void open();
+
 // Records a message as the last one, from its constructor, when this rank is ready to communicate,
 // to its destructor. It is the only message of its transport that is in progress.
 class Entered {
  public:
   Entered(const Transport& transport, int64_t fingerprint, int64_t bytes);
+  // From one rank to another, without a transport: it is not known when the other is ready.
+  Entered(int64_t fingerprint, int64_t bytes);
   ~Entered();
   Entered(const Entered&) = delete;
   Entered& operator=(const Entered&) = delete;
 
  private:
   struct Event& event_;
-  const Transport& transport_;
+  const Transport* transport_;
 };
 
 // Records a wait, from its constructor to its destructor, for which a program does nothing else.
@@ -49,8 +54,11 @@ std::vector<std::pair<int64_t, int64_t>> last_waits();
 // How many messages have begun, and how many of them have ended.
 std::pair<int64_t, int64_t> messages();
 
-// The fingerprint of the last message; 0 before the first one.
-int64_t last_fingerprint();
+// The last message; zeros before the first one.
+struct LastEvent {
+  int64_t fingerprint, start;
+};
+LastEvent last_event();
 
 // The last messages: number, fingerprint, bytes, start, all_entered, end. The last three are
 // nanoseconds of the steady clock: when this rank entered the message, when all ranks had, and when

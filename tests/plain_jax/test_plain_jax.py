@@ -19,7 +19,7 @@ from jax import lax
 from plain_jax import sharded_cases
 
 import jaxmpi
-from jaxmpi._backends import xla
+from jaxmpi._backends import jax_processes
 from jaxmpi._job.launch import plain_jax as launch_plain_jax
 from jaxmpi._job.launch.mpiexec import Mpiexec
 from jaxmpi._job.process import jax_collectives, launchers
@@ -463,4 +463,4 @@ def test_mpi_for_backend_xla_needs_the_library(monkeypatch):
     monkeypatch.setenv("JAXMPI_XLA", "mpi")
     monkeypatch.delenv(jax_collectives.LIBRARY_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="JAXMPI_XLA is mpi, and jaxlib has not loaded"):
-        xla._choose_collectives()
+        jax_processes._choose_collectives()

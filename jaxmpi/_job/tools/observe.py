@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, TypedDict, cast
+from typing import IO, NotRequired, TypedDict, cast
 
 from jaxmpi._job.process import live_record, run_dir
 
@@ -32,7 +32,8 @@ SILENT_HOST_SECONDS = 10.0  # after which a host that says nothing is reported
 class Look(TypedDict):
     """One rank at one moment; a record that JSON holds.
 
-    The rank writes the first part itself, twice a second (`_job/monitor/live.py`). The last seven
+    The rank writes the first part itself, twice a second (`_job/monitor/live.py`; in a program that
+    does not import jaxmpi, native/plain_record.cc). The last seven
     are of the process that looks. Nanoseconds are those of `time.monotonic_ns` on the rank's host.
     """
 
@@ -45,6 +46,8 @@ class Look(TypedDict):
     transport: str
     entered: int  # collectives that the rank has entered
     inside: bool  # whether it is in the last one
+    # Of a program that does not import jaxmpi: whom this rank waits for
+    waits_for: NotRequired[list[int]]
     doing: str  # for people: the last collective, or the work of a busy rank
     busy: bool  # at a checkpoint or in a `jaxmpi.busy` block
     since_ns: int  # when it entered its last collective

@@ -362,21 +362,22 @@ def table(records: Sequence[Record]) -> str:
 def _last_ranks(records: Sequence[Record]) -> list[int]:
     """Return the rank that came last to each collective that all ranks have on record.
 
-    It is the one that waited least: the clocks of two hosts cannot be compared, durations can.
+    It is the one that waited least: the clocks of two hosts cannot be compared, durations can. One
+    collective has one number and one name on all ranks; of groups of ranks, each has its own.
     """
-    waits: list[dict[int, float]] = []
+    waits: list[dict[tuple[int, str], float]] = []
     for record in records:
         waits.append(
             {
-                event.number: event.all_entered - event.entered
+                (event.number, event.name): event.all_entered - event.entered
                 for event in record.events
                 if event.all_entered is not None
             }
         )
     common = set.intersection(*map(set, waits))
     last = []
-    for number in common:
-        shortest = min(range(len(records)), key=lambda i: waits[i][number])
+    for event in common:
+        shortest = min(range(len(records)), key=lambda i: waits[i][event])
         last.append(records[shortest].rank)
     return last
 

@@ -218,12 +218,11 @@ def rows(looks: Iterable[Look]) -> list[Row]:
 
 def _job_rows(looks: Sequence[Look]) -> list[Row]:
     last_shares = _last_shares(looks)
-    # The collective that the first rank is in, and how long the ranks that are in it have waited at
-    # least: others that are not in it are missing.
-    front = max(_position(look) for look in looks)
+    missing = _missing_ranks(looks)
+    # how long the others have waited at least
     waits = []
     for look in looks:
-        if look["inside"] and look["entered"] >= front:
+        if look["inside"] and look["rank"] not in missing:
             waits.append(_seconds_since(look, look["since_ns"]))
     waited = min(waits, default=0.0)
     found = []
@@ -238,7 +237,7 @@ def _job_rows(looks: Sequence[Look]) -> list[Row]:
             verdict = "busy"
         elif _seconds_since(look, look["written_ns"]) > SILENT_RECORD_SECONDS:
             verdict = "silent"  # its Python does not run
-        elif _position(look) < front and waited > max(
+        elif look["rank"] in missing and waited > max(
             MISSING_SECONDS, MISSING_STEPS * (step_seconds or 0)
         ):
             verdict, missing_seconds = "missing", waited
@@ -269,6 +268,19 @@ def _job_rows(looks: Sequence[Look]) -> list[Row]:
             )
         )
     return found
+
+
+def _missing_ranks(looks: Sequence[Look]) -> set[int]:
+    """Return the ranks for which others wait, for however short a time.
+
+    Where the ranks say for whom they wait, it is those. Else, it is those that are not in the
+    collective that the first rank is in: the messages of all ranks have the same numbers.
+    """
+    named = [look.get("waits_for") for look in looks]
+    if None not in named:
+        return {rank for ranks in named if ranks for rank in ranks}
+    front = max(_position(look) for look in looks)
+    return {look["rank"] for look in looks if _position(look) < front}
 
 
 def _position(look: Look) -> int:
@@ -324,22 +336,22 @@ def _last_shares(looks: Sequence[Look]) -> dict[int, float]:
     """Return, by rank, the share of the collectives to which it came last.
 
     The last rank is the one that waited least, since the clocks of two hosts cannot be compared.
-    Counted are the collectives that all ranks have on record; nothing where they are few, or a rank
-    is not seen.
+    Counted are the collectives that all ranks have on record, under the same number and with the
+    same fingerprint; nothing where they are few, or a rank is not seen.
     """
     if len(looks) != looks[0]["size"]:
         return {}
-    waits: list[dict[int, int]] = []
+    waits: list[dict[tuple[int, int], int]] = []
     for look in looks:
         own = {}
-        for number, _, _, entered, all_entered, _ in look["events"]:
+        for number, fingerprint, _, entered, all_entered, _ in look["events"]:
             if all_entered:
-                own[number] = all_entered - entered
+                own[number, fingerprint] = all_entered - entered
         waits.append(own)
     common = set.intersection(*map(set, waits))
     if len(common) < MIN_COMMON_EVENTS:
         return {}
-    counts = Counter(min(range(len(looks)), key=lambda i: waits[i][number]) for number in common)
+    counts = Counter(min(range(len(looks)), key=lambda i: waits[i][event]) for event in common)
     return {look["rank"]: counts[i] / len(common) for i, look in enumerate(looks)}
 
 
