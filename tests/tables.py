@@ -33,12 +33,16 @@ def record(name, row):
 
 def write():
     """Write the tables of which rows were recorded, and forget the rows."""
-    for name, table in (("faults", faults), ("environments", environments)):
+    pages = {"plain-faults": "faults"}  # of the tables that are not on a page of their own name
+    named = {"faults": faults, "plain-faults": plain_faults, "environments": environments}
+    for name, table in named.items():
         recorded = RECORDED / f"{name}.jsonl"
         if recorded.exists():
             rows = [json.loads(line) for line in recorded.read_text().splitlines()]
             replace(
-                PAGES / f"{name}.md", name, lambda old, table=table, rows=rows: table(rows, old)
+                PAGES / f"{pages.get(name, name)}.md",
+                name,
+                lambda old, table=table, rows=rows: table(rows, old),
             )
             recorded.unlink()
 
@@ -83,6 +87,36 @@ def faults(cells, old):
             row.append(" / ".join(f"{max(found):.1f}" for found in times))
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
+
+
+def plain_faults(cells, old):
+    """Return the table of seconds from a fault to the end of its job, of plain JAX programs.
+
+    Args:
+      cells: lists of fault, program, ranks and seconds; of several numbers of ranks, the table has
+        the longest time.
+      old: the table as it was; its times stay for cells that were not tried.
+    """
+    from plain_jax.test_plain_faults import ENDS, PROGRAMS
+
+    seconds = defaultdict(list)
+    for fault, program, _, time in cells:
+        seconds[fault, program].append(time)
+    old_cells = {row[0]: row[1:] for row in map(cells_of, old.splitlines())}
+    lines = ["| fault | " + " | ".join(PROGRAMS) + " |", "|---|" + "---|" * len(PROGRAMS)]
+    for fault in ENDS:
+        before = old_cells.get(fault) or [""] * len(PROGRAMS)
+        row = [fault]
+        for program, then in zip(PROGRAMS, before, strict=True):
+            found = seconds[fault, program]
+            row.append(f"{max(found):.1f}" if found else then)
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cells_of(line):
+    """Return the texts of the cells of a table's row."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def environments(rows, old):

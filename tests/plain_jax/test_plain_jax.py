@@ -105,7 +105,19 @@ def test_scatters_of_ranks_that_come_late_are_right(ranks):
 
 @pytest.mark.slow
 def test_threads_have_meshes_of_their_own():
-    done = started(4, "program_of_threads.py", 300, NPROC="8", JAXMPI_STALL_END_SECONDS="100")
+    check_threads(calls=300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("which", range(20))
+def test_threads_have_meshes_of_their_own_in_500_runs(which):
+    for _ in range(25):
+        check_threads(calls=20)
+
+
+def check_threads(calls):
+    """Run three threads on each of 4 ranks, with a mesh each: no wrong number, no hang."""
+    done = started(4, "program_of_threads.py", calls, NPROC="8", JAXMPI_STALL_END_SECONDS="100")
     assert done.stdout.count("wrong: []") == 4, done.stdout + done.stderr
 
 
