@@ -124,6 +124,7 @@ STATE = {  # what modules hold that changes, and why it is not in the Session
     "_job.process.garbage": {
         "_pauses": "Python has one garbage collector for all threads of a process",
         "_was_on": "the same",
+        "_lock": "the same; a forked child makes a new one",
     },
 }
 
@@ -237,6 +238,13 @@ def test_what_is_imported_in_one_place_only(words, home):
         for node in ast.walk(ast.parse(path.read_text())):
             if any(name.startswith(words) for name in imported(node)):
                 assert path.is_relative_to(PACKAGE / home)
+
+
+def test_frames_of_other_threads_are_taken_in_one_place_only():
+    """A walk from one of them to the next crashes CPython 3.11: see `_job/process/stacks.py`."""
+    for name, path in modules():
+        if name != "_job.process.stacks":
+            assert "_current_frames" not in path.read_text(), name
 
 
 def test_public_names_are_documented():

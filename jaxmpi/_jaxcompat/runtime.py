@@ -4,12 +4,14 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
 import jax
 from jax._src import core, dispatch, xla_bridge
+
+from jaxmpi._job.process import stacks
 
 try:
     from jax._src import distributed
@@ -101,7 +103,7 @@ def watch_communication() -> Callable[[], bool]:
     token_set = dispatch.runtime_tokens.__dict__
 
     def waits() -> bool:
-        if any(_dispatches(frame) for frame in sys._current_frames().values()):
+        if any(map(_dispatches, stacks.frames_of_all().values())):
             return True
         return any(
             not token._buf.is_ready()
@@ -130,23 +132,20 @@ def watch_pmap(report: Callable[[], None]) -> None:
     pmap_module._mapped_axis_size = reporting
 
 
-def _dispatches(frame: FrameType | None) -> bool:
-    while frame is not None:
+def _dispatches(frames: Sequence[FrameType]) -> bool:
+    for frame in frames:
         executable = (
             frame.f_locals.get("self") if frame.f_code.co_filename.endswith("pxla.py") else None
         )
         if getattr(executable, "ordered_effects", None):
             return True
-        frame = frame.f_back
     return False
 
 
 def compiling(thread: int | None) -> bool:
     """Return whether a thread is inside XLA's compiler."""
-    frame = sys._current_frames().get(thread or 0)
-    while frame and frame.f_code.co_name not in ("backend_compile_and_load", "backend_compile"):
-        frame = frame.f_back
-    return frame is not None
+    names = {frame.f_code.co_name for frame in stacks.frames(thread or 0)}
+    return not names.isdisjoint(("backend_compile_and_load", "backend_compile"))
 
 
 def callbacks() -> dict[int, FrameType]:
@@ -156,13 +155,11 @@ def callbacks() -> dict[int, FrameType]:
     frame is kept, no other call has the same one.
     """
     folder, found = os.path.dirname(jax.__file__) + os.sep, {}
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None:
+    for thread, frames in stacks.frames_of_all().items():
+        for frame in frames:
             code = frame.f_code
             if code.co_name == "_wrapped_callback" and code.co_filename.startswith(folder):
                 found[thread] = frame  # the outermost one
-            frame = frame.f_back
     return found
 
 

@@ -11,6 +11,8 @@ from jax._src import source_info_util
 from jax._src.lax import parallel
 from jax.extend.core import JaxprEqn
 
+from jaxmpi._job.process import stacks
+
 CallSite: TypeAlias = tuple[tuple[str, int, int], ...]  # file, line and column of each frame
 
 
@@ -108,14 +110,16 @@ def called_at(thread: int | None = None) -> str:
     Args:
       thread: the identifier of the thread; this one by default.
     """
-    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
-    while frame is not None and in_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return (
-        f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if frame is not None
-        else ""
-    )
+    if thread is None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and in_library(frame.f_code.co_filename):
+            frame = frame.f_back
+    else:
+        outside = (f for f in stacks.frames(thread) if not in_library(f.f_code.co_filename))
+        frame = next(outside, None)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str]:

@@ -10,7 +10,6 @@ Nobody sees the messages of a program of XLA or mpi4jax. What shows that a rank 
 
 import enum
 import os
-import sys
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.mpi_ranks import MpiRanks
+from jaxmpi._job.process import stacks
 
 __all__ = ["Activity", "Stand", "Standing", "stack"]
 
@@ -135,13 +135,10 @@ def stack(thread: int, until: FrameType | None = None) -> list[str]:
       thread: the identifier of the thread.
       until: the frame whose callers are left out.
     """
-    frame = sys._current_frames().get(thread)
-    calls = list(reversed(traceback.extract_stack(frame))) if frame else []
+    frames = stacks.frames(thread)
     if until is not None:
-        depth = 0
-        while frame is not None and frame is not until:
-            depth, frame = depth + 1, frame.f_back
-        calls = calls[:depth] if frame is until else []
+        frames = frames[: frames.index(until)] if until in frames else []
+    calls = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
     of_user = [call for call in calls if not _jaxcompat.in_library(call.filename)]
     shown = of_user[:STACK_LINES]
     if calls[:1] != of_user[:1]:

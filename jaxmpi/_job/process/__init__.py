@@ -15,6 +15,7 @@ stderr                messages and the end of the process, though a stream is fu
 files                 files in folders where other users may write
 compiled_files        compiled programs, for the other ranks of a host and for the next job
 processor             the kind of this processor, and how much of it there is
+stacks                the frames of a thread, for other threads that look at it
 garbage               the garbage collector, paused where it has nothing to collect
 at_exit               the end of the process: threads, ranks, MPI, one after the other
 """

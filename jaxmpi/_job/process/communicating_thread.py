@@ -1,11 +1,13 @@
 """The thread that communicates: one at a time, as two would call in another order on each rank."""
 
 import os
-import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from jaxmpi._job.process import stacks
 
 __all__ = ["ForkedError", "Turn"]
 
@@ -26,9 +28,10 @@ _WAITING = tuple(
     )
 )
 # Modules of jaxmpi in which a thread communicates.
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGE = Path(__file__).parents[2]
 _COMMUNICATING = tuple(
-    _PACKAGE + name for name in ("_jit", "_collectives", "_consistency", "_backends", "_checkpoint")
+    f"{_PACKAGE / name}{os.sep}"
+    for name in ("_jit", "_collectives", "_consistency", "_backends", "_checkpoint")
 )
 
 
@@ -145,20 +148,21 @@ def _waits(thread: int) -> bool:
 
     A thread that waits for another one to start runs on at once, and so does not count.
     """
-    frame = sys._current_frames().get(thread)
-    waits = frame is None
-    while frame and frame.f_code.co_filename.startswith(_WAITING):
+    frames = stacks.frames(thread)
+    waits = not frames
+    for frame in frames:
+        if not frame.f_code.co_filename.startswith(_WAITING):
+            break
         waits = frame.f_code is not threading.Thread.start.__code__
-        frame = frame.f_back if waits else None
+        if not waits:
+            break
     return waits
 
 
 def _communicates(thread: int) -> bool:
     """Return whether a thread stands in a collective."""
-    frame = sys._current_frames().get(thread)
-    while frame and not frame.f_code.co_filename.startswith(_COMMUNICATING):
-        frame = frame.f_back
-    return frame is not None
+    files = (frame.f_code.co_filename for frame in stacks.frames(thread))
+    return any(file.startswith(_COMMUNICATING) for file in files)
 
 
 def _name(thread: int) -> str:

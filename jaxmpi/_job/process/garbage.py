@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -10,6 +11,18 @@ __all__ = ["collection_paused"]
 _lock = threading.Lock()
 _pauses = 0  # under way, of all threads
 _was_on = False  # before the first of them
+
+
+def _forget_pauses() -> None:
+    """Collect again in a forked child: the threads that have paused it are not there."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses and _was_on:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_forget_pauses)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The garbage collector while a program is traced."""
 
 import gc
+import os
 import threading
 
 import jax.numpy as jnp
@@ -60,3 +61,15 @@ def test_no_collection_while_a_step_is_traced():
         step.trace(jaxmpi.PerRank(jnp.ones((2, 3))))
     assert seen and not any(seen)
     assert gc.isenabled()
+
+
+def test_a_child_that_is_forked_in_a_pause_collects_again(was_on):
+    """The thread that has paused the collector is not there to end its pause."""
+    with collection_paused():
+        child = os.fork()
+        if not child:
+            right = gc.isenabled() == was_on
+            with collection_paused():
+                right = right and not gc.isenabled()
+            os._exit(0 if right and gc.isenabled() == was_on else 1)
+    assert os.waitpid(child, 0)[1] == 0
