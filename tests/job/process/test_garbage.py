@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import warnings
 
 import jax.numpy as jnp
 import pytest
@@ -65,7 +66,8 @@ def test_no_collection_while_a_step_is_traced():
 
 def test_a_child_that_is_forked_in_a_pause_collects_again(was_on):
     """The thread that has paused the collector is not there to end its pause."""
-    with collection_paused():
+    with collection_paused(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, of threads
         child = os.fork()
         if not child:
             right = gc.isenabled() == was_on

@@ -21,7 +21,7 @@ def look():
     global looks
     while time.monotonic() < over:
         for frame in stacks.frames(main):
-            assert frame.f_code.co_filename and frame.f_lineno
+            frame.f_code.co_filename.startswith("/"), frame.f_lineno
         looks += 1
         time.sleep(1e-4)
 
