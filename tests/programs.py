@@ -22,8 +22,11 @@ def on_ranks(ranks, *program):
     return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program]
 
 
-def run(command, **environ):
-    """Run a command that must succeed, and end its process group; return its output."""
+def run(command, *, seconds=240, **environ):
+    """Run a command that must succeed in so many seconds; return its output.
+
+    What is left of its process group is ended.
+    """
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -34,7 +37,7 @@ def run(command, **environ):
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             pytest.fail(f"{command} did not end:\n{process.communicate()[0]}")

@@ -18,7 +18,7 @@ def outcomes(ranks, way, which, seeds):
     """Run programs in a job; return what is expected and what was found, by program."""
     backend, transport = ("xla", "auto") if way == "xla" else ("mpi", way)
     command = on_ranks(ranks, "tests/assumptions.py", which, str(seeds.start), str(seeds.stop))
-    output = run(command, JAXMPI_TRANSPORT=transport, JAXMPI_BACKEND=backend)
+    output = run(command, seconds=900, JAXMPI_TRANSPORT=transport, JAXMPI_BACKEND=backend)
     found = {}
     for title, what, expected, name in LINE.findall(output):
         raised = name.split()[0]
