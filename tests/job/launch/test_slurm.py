@@ -47,6 +47,23 @@ for i in range(20 if what == "train" else 100_000):
 print(f"rank {world.rank} of {world.size}: {float(w)!r}", flush=True)
 """
 
+# A program of plain JAX: a mean over the ranks, and a product with rows of each.
+PLAIN = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+jax.distributed.initialize()
+n, rank = jax.process_count(), jax.process_index()
+mesh = jax.make_mesh((n,), ("d",), axis_types=(AxisType.Auto,))
+rows, everywhere = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+x = jax.make_array_from_process_local_data(rows, np.full((1, 3), rank + 1.0, np.float32))
+mean = jax.jit(lambda x: jnp.mean(x), out_shardings=everywhere)(x)
+product = jax.jit(lambda x: x @ x.T, out_shardings=everywhere)(x)
+print(f"rank {rank} of {n}: {float(mean)} {np.asarray(product).tolist()}", flush=True)
+"""
+
 # What runs on the node: srun, and the signal once the ranks train, which goes to them and not to
 # srun.
 COMMANDS = """
@@ -73,7 +90,7 @@ pytestmark = [
 
 @pytest.fixture
 def srun(tmp_path):
-    """Run TRAINS under srun; return its exit code, the time of its end, and the output.
+    """Run a script, TRAINS by default, under srun; return exit code, time of the end, and output.
 
     The time is in seconds since the epoch.
     """
@@ -81,18 +98,24 @@ def srun(tmp_path):
     if vendor not in PLUGINS:
         pytest.skip(f"Slurm's plugins do not start the ranks of {vendor}")
 
-    def run(what, ranks):
-        (tmp_path / "script.py").write_text(TRAINS)
+    def run(what, ranks, script=TRAINS, **environ):
+        (tmp_path / "script.py").write_text(script)
         fields = {
             "plugin": PLUGINS[vendor],
             "ranks": ranks,
             "python": sys.executable,
             "script": tmp_path / "script.py",
-            "what": what,
+            "what": what or "nothing",
             "folder": tmp_path,
         }
         command = [HERE / "slurm.sh", tmp_path / "slurm", "bash", "-c", COMMANDS.format(**fields)]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=150)
+        done = subprocess.run(
+            [*map(str, command)],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env={**os.environ, **environ},
+        )
         said = (tmp_path / "out").read_text() if (tmp_path / "out").exists() else ""
         ended = re.search(r"srun ended with (\d+) at (\S+)", said)
         assert ended, f"{said}\n{done.stdout}\n{done.stderr}"
@@ -113,6 +136,19 @@ def test_ranks_of_srun_train(srun, ranks):
     assert sorted(int(rank) for rank, _ in found) == list(range(ranks)), said
     for _, value in found:
         assert float(value) == pytest.approx(expected, rel=1e-5), said
+
+
+def test_plain_jax_finds_the_ranks_of_srun(srun):
+    """With the two variables that `jaxmpi doctor` prints."""
+    doctor = [sys.executable, "-m", "jaxmpi", "doctor"]
+    printed = subprocess.run(doctor, capture_output=True, text=True, timeout=120).stdout
+    variables = dict(re.findall(r"((?:JAX_CPU_COLL|MPITRAMP)\w+)=(\S+)", printed))
+    assert len(variables) == 2, printed
+    code, _, said = srun("", 3, script=PLAIN, **variables)
+    assert code == 0, said
+    product = [[3.0 * i * j for j in (1, 2, 3)] for i in (1, 2, 3)]
+    for rank in range(3):
+        assert f"rank {rank} of 3: 2.0 {product}" in said, said
 
 
 def test_a_rank_of_srun_that_is_killed_ends_the_job(srun):
