@@ -165,7 +165,7 @@ NB_MODULE(_native, m) {
   m.def("messages", &record::messages);
   m.def("exposed_ns", &record::exposed_ns);
   m.def("waits", &record::last_waits);
-  m.def("last_fingerprint", [] { return record::last_event().fingerprint; });
+  m.def("last_fingerprint", &record::last_fingerprint);
   m.def("events", &record::last_events);
   m.def("close", &close);
 }

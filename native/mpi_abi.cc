@@ -12,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -30,6 +31,8 @@ using Number = uintptr_t;  // a handle of this library
 constexpr Number kWorld = 1, kFirstType = 0x100, kFirstOp = 0x200;
 constexpr int kFailed = 1;                               // any code but MPI_SUCCESS
 constexpr auto kLauncherTime = std::chrono::seconds(5);  // for the launcher to end the job
+constexpr size_t kMostNamed = 16;                        // ranks in a sentence
+constexpr int64_t kIdleNs = 2'000'000'000;               // before a rank at its end has left
 constexpr size_t kErrorBytes = 500;                      // of XLA's buffer for an error
 constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
 
@@ -56,6 +59,7 @@ thread_local std::string failure;  // the last one of this thread
 // Of a rank that has no monitor. Never destroyed.
 std::atomic<PlainRecord*> plain_record = nullptr;
 std::atomic<bool> asked_for_record = false;  // by SIGUSR1
+std::atomic<bool> leaving = false;           // Python's end has begun
 
 // Return "rank 2", by the launcher's variables before MPI has started, or "a rank".
 std::string name_of_rank() {
@@ -72,14 +76,29 @@ void say(const std::string& text) {
   std::fflush(stderr);
 }
 
-// Write the flight record where the user wants one of each job.
-void dump_at_end(const std::string& why) {
-  const char* folder = std::getenv("JAXMPI_FLIGHT_DIR");
-  if (PlainRecord* const record = plain_record; record && folder && *folder) record->dump(why);
+// Write the flight record; return a sentence about it.
+std::string dumped(PlainRecord& record, const std::string& why) {
+  try {
+    return "Its last collectives are in " + record.dump(why);
+  } catch (const std::exception& error) {
+    return std::string("Its last collectives cannot be written (") + error.what() +
+           "): set JAXMPI_FLIGHT_DIR to another folder.";
+  }
 }
 
-[[noreturn]] void abort_job(int code) {
-  dump_at_end("code " + std::to_string(code));
+// Write it at the end of the process where the user has named a folder, and say why not.
+void dump_at_end(const std::string& why) {
+  PlainRecord* const record = plain_record;
+  if (!record || !record->has_named_folder() || getpid() != process) return;
+  try {
+    record->dump(why);
+  } catch (const std::exception&) {
+    say(dumped(*record, why));
+  }
+}
+
+[[noreturn]] void abort_job(int code, const std::string& why = "") {
+  dump_at_end(why.empty() ? "code " + std::to_string(code) : why);
   if (const Job* known = job) known->abort(code);
   std::_Exit(code);  // MPI has not started; the launcher ends the other ranks
 }
@@ -92,8 +111,11 @@ void dump_at_end(const std::string& why) {
 
 std::string list(const std::vector<int>& ranks) {
   std::ostringstream text;
+  if (ranks.size() > kMostNamed) text << ranks.size() << " ";
   text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < ranks.size(); ++i) text << (i ? ", " : "") << ranks[i];
+  for (size_t i = 0; i < std::min(ranks.size(), kMostNamed); ++i)
+    text << (i ? ", " : "") << ranks[i];
+  if (ranks.size() > kMostNamed) text << ", ...";
   return text.str();
 }
 
@@ -147,19 +169,33 @@ class Recorded {
     name(*record, fingerprint, describe);
     waits_.emplace();
     entered_.emplace(*group.transport, static_cast<int64_t>(fingerprint), bytes);
-    (group_ = &group)->inside = true;
+    (group_ = &group)->is_inside = true;
   }
-  // From rank to rank
+  // To or from one other rank
   template <class Describe>
-  Recorded(uint64_t fingerprint, int64_t bytes, const Describe& describe) {
+  Recorded(int other, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
     PlainRecord* const record = plain_record;
     if (!record) return;
     name(*record, fingerprint, describe);
     waits_.emplace();
     entered_.emplace(static_cast<int64_t>(fingerprint), bytes);
+    const std::lock_guard lock(peers_mutex());
+    peer_ = peers().insert(other);
   }
   ~Recorded() {
-    if (group_) group_->inside = false;
+    if (group_) group_->is_inside = false;
+    if (!peer_) return;
+    const std::lock_guard lock(peers_mutex());
+    peers().erase(*peer_);
+  }
+
+  // Return the ranks that this one waits for; nothing where that is not known.
+  static std::optional<std::vector<int>> waits_for() {
+    std::optional<std::vector<int>> ranks = running().missing_ranks();
+    const std::lock_guard lock(peers_mutex());
+    if (!peers().empty() && !ranks) ranks.emplace();
+    if (ranks) ranks->insert(ranks->end(), peers().begin(), peers().end());
+    return ranks;
   }
 
  private:
@@ -168,9 +204,20 @@ class Recorded {
     record.name(static_cast<int64_t>(fingerprint), describe);
   }
 
+  // The other ends of the messages between two ranks, of all threads. Never destroyed.
+  static std::multiset<int>& peers() {
+    static auto& all = *new std::multiset<int>;
+    return all;
+  }
+  static std::mutex& peers_mutex() {
+    static auto& mutex = *new std::mutex;
+    return mutex;
+  }
+
   std::optional<record::Exposed> waits_;
   std::optional<record::Entered> entered_;
   Group* group_ = nullptr;
+  std::optional<std::multiset<int>::iterator> peer_;
 };
 
 // Carry out a collective. The ranks compare what each is about to do.
@@ -302,8 +349,8 @@ void finish(Number& request) {
       [&] { return "a permute " + end + ", of " + std::to_string(message->bytes) + " bytes"; },
       [] { return std::string(); });
   const uint64_t direction = mix(message->sends ? 1 : 2, static_cast<uint64_t>(message->other));
-  const Recorded recorded(mix(direction, static_cast<uint64_t>(message->bytes)), message->bytes,
-                          [&end] { return "a permute " + end; });
+  const Recorded recorded(message->other, mix(direction, static_cast<uint64_t>(message->bytes)),
+                          message->bytes, [&end] { return "a permute " + end; });
   Backoff backoff(running().crowded(), Backoff::Awaited::kMessages);
   for (;;) {
     int done = 0;
@@ -318,11 +365,14 @@ void finish(Number& request) {
 
 // Installed in Python where MPI was started here, as no monitor of jaxmpi watches the rank. JAX
 // waits at exit for all processes, of which some may wait for this one in a collective: so a rank
-// that raises, or leaves with a code, ends the job before.
+// that raises, or leaves with a code, ends the job before. Of other ranks, the thread that watches
+// the waits tells the others that they have left (`leave_when_idle`): Python does not say whether
+// the end is that of the script, or `raise SystemExit(3)`.
 constexpr char kHooks[] = R"(
-def _jaxmpi(address):
+def _jaxmpi(end_job, begin_to_leave):
     import atexit, ctypes, sys
-    abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+    abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
+    leaving = ctypes.CFUNCTYPE(None)(begin_to_leave)
     show, leave, codes = sys.excepthook, sys.exit, []
     def end(code):
         for stream in (sys.stdout, sys.stderr):
@@ -339,6 +389,7 @@ def _jaxmpi(address):
         leave(status)
     def at_exit():
         if not codes or codes[-1] in (None, 0):
+            leaving()
             return
         status = codes[-1]
         if not isinstance(status, int):
@@ -346,7 +397,7 @@ def _jaxmpi(address):
         end(status & 255 or 1 if isinstance(status, int) else 1)
     sys.excepthook, sys.exit = excepthook, exit
     atexit.register(at_exit)
-_jaxmpi(%ADDRESS%)
+_jaxmpi(%END_JOB%, %BEGIN_TO_LEAVE%)
 del _jaxmpi
 )";
 
@@ -357,6 +408,37 @@ void end_job(int code) {
   abort_job(code);
 }
 
+void begin_to_leave() { leaving = true; }
+
+// What a rank does that is at the end of its program.
+struct Work {
+  int64_t messages, cpu_ns;
+
+  static Work now() {
+    timespec cpu = {};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu);
+    return {record::messages().first, cpu.tv_sec * int64_t{1'000'000'000} + cpu.tv_nsec};
+  }
+};
+
+// Tell the other ranks that this one has left, when its program is at its end and nothing that it
+// has started goes on: for kIdleTime it has neither communicated nor computed.
+void leave_when_idle() {
+  static int64_t since = 0;
+  static Work then;
+  if (!leaving) return;
+  const Work work = Work::now();
+  const bool works = work.messages != then.messages || record::current_event().in_progress ||
+                     work.cpu_ns - then.cpu_ns > kIdleNs / 20;
+  if (!since || works) {
+    since = now();
+    then = work;
+  } else if (now() - since > kIdleNs) {
+    running().leave();
+    leaving = false;
+  }
+}
+
 void install_hooks() {
   const auto ensure = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));
   const auto release = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "PyGILState_Release"));
@@ -364,9 +446,11 @@ void install_hooks() {
       reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
   if (!ensure || !release || !run) return;
   std::string code = kHooks;
-  const std::string place = "%ADDRESS%";
-  code.replace(code.find(place), place.size(),
-               std::to_string(reinterpret_cast<uintptr_t>(&end_job)));
+  const auto fill_in = [&code](const std::string& place, uintptr_t address) {
+    code.replace(code.find(place), place.size(), std::to_string(address));
+  };
+  fill_in("%END_JOB%", reinterpret_cast<uintptr_t>(&end_job));
+  fill_in("%BEGIN_TO_LEAVE%", reinterpret_cast<uintptr_t>(&begin_to_leave));
   const int state = ensure();
   run(code.c_str());
   release(state);
@@ -378,7 +462,7 @@ void at_exit(int code, void*) {
   if (!known || getpid() != process) return;
   int over = 0;
   if (known->library().finalized(&over) != 0 || over) return;
-  if (code != 0) known->abort(code);
+  if (code != 0) abort_job(code);
   dump_at_end("the end");
   known->library().finalize();
 }
@@ -386,20 +470,22 @@ void at_exit(int code, void*) {
 // Say a sentence about a long wait, and where the record of the collectives is.
 void say_and_dump(const std::string& text) {
   PlainRecord* const record = plain_record;
-  say(record ? text + " " + record->dump("a long wait") : text);
+  say(record ? text + " " + dumped(*record, "a long wait") : text);
 }
 
-// What the thread that watches the waits does besides, several times a second.
-void look() {
+// Show what this rank does, and write the flight record if SIGUSR1 has asked for it. The thread
+// that watches the waits calls it several times a second.
+void show_record() {
   PlainRecord* const record = plain_record;
   if (!record) return;
   record->show();
-  if (asked_for_record.exchange(false)) say("has SIGUSR1. " + record->dump("SIGUSR1"));
+  leave_when_idle();
+  if (asked_for_record.exchange(false)) say("has SIGUSR1. " + dumped(*record, "SIGUSR1"));
 }
 
 // Let `jaxmpi top`, `jaxmpi timeline` and SIGUSR1 see a rank that no monitor of jaxmpi watches.
 void start_record() {
-  plain_record = new PlainRecord(running().place(), [] { return running().missing_ranks(); });
+  plain_record = new PlainRecord(running().place(), Recorded::waits_for);
   struct sigaction action = {};
   if (sigaction(SIGUSR1, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) {
     action.sa_handler = [](int) { asked_for_record = true; };
@@ -412,7 +498,7 @@ void begin() {
   std::call_once(began, [] {
     process = getpid();
     // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
-    watch_waits(say_and_dump, [] { abort_job(kFailed); }, look);
+    watch_waits(say_and_dump, [] { abort_job(kFailed, "a long wait"); }, show_record);
     try {
       if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
       const Wait wait([] { return std::string("the start of JAX's collectives over MPI"); },
@@ -481,6 +567,11 @@ Constant MPIABI_MAX = {number(Op::Max), 0};
 
 // The monitor of a rank calls it, while a program of jaxmpi is under way on backend xla.
 void jaxmpi_leave_end_to_monitor(int is_left) { leave_end_to_monitor(is_left != 0); }
+
+// A monitor begins to watch this rank, after the library has started MPI, and writes its records.
+void jaxmpi_leave_records_to_monitor() {
+  if (PlainRecord* const record = plain_record.exchange(nullptr)) record->hide();
+}
 
 int MPIABI_Init_thread(int*, char***, int, int* provided) {
   begin();

@@ -177,17 +177,25 @@ bool Job::has_users(const std::vector<int>& members) {
   return found != groups_.end() && found->second.group && found->second.group->users > 0;
 }
 
-std::vector<int> Job::missing_ranks() {
+std::optional<std::vector<int>> Job::missing_ranks() {
   std::vector<int> missing;
   const std::lock_guard lock(mutex_);
   for (const auto& [members, slot] : groups_) {
-    if (!slot.group || !slot.group->inside) continue;
-    for (const int member : slot.group->transport->missing_ranks())
-      missing.push_back(members[static_cast<size_t>(member)]);
+    if (!slot.group || !slot.group->is_inside) continue;
+    const std::vector<int> here = slot.group->transport->missing_ranks();  // on this node
+    if (here.empty() && slot.group->spans_nodes) return std::nullopt;
+    for (const int member : here) missing.push_back(members[static_cast<size_t>(member)]);
   }
   std::sort(missing.begin(), missing.end());
   missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
   return missing;
+}
+
+void Job::leave() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [members, slot] : groups_) {
+    if (slot.group && slot.group->transport) slot.group->transport->leave();
+  }
 }
 
 // Return a communicator of some ranks. Only these call it.
@@ -212,6 +220,7 @@ std::unique_ptr<Group> Job::make(const std::vector<int>& members) {
   const Handle comm = split(members, tag);
   check(library_, library_.comm_dup(comm, &group->point_to_point), "MPI_Comm_dup");
   group->transport = connect(*group, comm);
+  for (const int member : members) group->spans_nodes |= nodes_[member] != nodes_[rank_];
   return group;
 }
 

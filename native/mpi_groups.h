@@ -5,14 +5,28 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "libmpi.h"
-#include "plain_record.h"
 #include "transport.h"
 
 namespace jaxmpi::mpi {
+
+// What a rank tells the others of itself.
+struct Member {
+  int64_t pid;
+  char host[65];
+};
+
+// This rank among those of its job.
+struct JobPlace {
+  int rank = 0;
+  std::vector<Member> members;  // of all ranks
+  uint64_t token = 0;           // equal on all ranks, and nobody else knows it
+  int64_t zero_ns = 0;          // now(), at a moment at which all ranks have met
+};
 
 // Some ranks, with what they communicate with. Each has the same members in the same order.
 struct Group {
@@ -20,10 +34,11 @@ struct Group {
   int rank = 0;              // this rank's place among them
   // Of two members and more
   std::unique_ptr<Transport> transport;
-  std::mutex mutex;                  // the transport carries one message at a time
-  std::atomic<bool> inside = false;  // one is under way
-  Handle point_to_point = 0;         // the communicator for messages from rank to rank
-  std::atomic<int> users = 0;        // communicators of XLA that it carries
+  std::mutex mutex;                     // the transport carries one message at a time
+  std::atomic<bool> is_inside = false;  // one is under way, and on record
+  bool spans_nodes = false;
+  Handle point_to_point = 0;   // the communicator for messages from rank to rank
+  std::atomic<int> users = 0;  // communicators of XLA that it carries
 
   int size() const { return static_cast<int>(members.size()); }
 };
@@ -51,8 +66,12 @@ class Job {
   // Return whether XLA has a communicator of some ranks.
   bool has_users(const std::vector<int>& members);
 
-  // Return the ranks that this one waits for in its collectives now.
-  std::vector<int> missing_ranks();
+  // Return the ranks that this one waits for now in the collectives that are on record; nothing
+  // where that is not known, as it may be for a rank of another node.
+  std::optional<std::vector<int>> missing_ranks();
+
+  // Let the other ranks of this node know that no collective of this rank will come.
+  void leave();
 
   // End all ranks of the job.
   [[noreturn]] void abort(int code) const;

@@ -54,13 +54,13 @@ Wait::~Wait() {
 }
 
 void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end,
-                 std::function<void()> look) {
+                 std::function<void()> also) {
   const double stall = seconds_of("JAXMPI_STALL_SECONDS", kStallSeconds);
   const double last = seconds_of("JAXMPI_STALL_END_SECONDS", 0);
   std::thread([=] {
     for (;;) {
       usleep(200'000);
-      look();
+      also();
       std::vector<std::string> reports;
       bool over = false;
       {

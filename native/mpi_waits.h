@@ -10,10 +10,10 @@ namespace jaxmpi::mpi {
 // Start a thread that watches the waits. `say` gets a sentence for each one that takes longer than
 // JAXMPI_STALL_SECONDS (60 by default). If one takes longer than JAXMPI_STALL_END_SECONDS, `end` is
 // called; by default it never is: nothing is known of what the missing rank does, and it may
-// evaluate or write a checkpoint. 0 means never, for both. `look` is called at each look, several
-// times a second.
+// evaluate or write a checkpoint. 0 means never, for both. The thread calls `also` several times a
+// second.
 void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end,
-                 std::function<void()> look);
+                 std::function<void()> also);
 
 // Leave it to the rank's monitor to end the job for a long wait, or take it back. While it is left
 // to the monitor, long waits are only reported.

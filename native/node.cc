@@ -54,6 +54,12 @@ Node::Node(const Layout& layout, char* memory, int file)
     throw std::runtime_error("the shared-memory file of the node cannot be locked");
 }
 
+void Node::leave() {
+  struct flock lock = lock_of(layout_.rank);
+  lock.l_type = F_UNLCK;
+  fcntl(file_, F_SETLK, &lock);
+}
+
 Node::RankState& Node::state(int rank) const {
   return *reinterpret_cast<RankState*>(memory_ + rank * sizeof(RankState));
 }

@@ -111,6 +111,10 @@ class Node {
   // Any thread may call it.
   std::vector<int> missing_ranks() const;
 
+  // Give up the lock that shows that this rank lives, because its program has ended and no message
+  // of it will come. Those who wait for one find that the rank has ended.
+  void leave();
+
   // When all ranks had laid out the first chunk of the last message, in ns of the steady clock.
   int64_t all_entered_ns() const { return all_entered_ns_; }
 

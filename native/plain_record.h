@@ -1,6 +1,6 @@
-// The records of a rank that has no monitor, because its program does not import jaxmpi:
+// The records of a rank that has no monitor, because jaxmpi.init has not started its MPI:
 //
-//   live record    for `jaxmpi top`: the file without a name "jaxmpi-rank", with a JSON object, as
+//   live record    for `jaxmpi top`: the memfd "jaxmpi-rank", with a JSON object, as
 //                  jaxmpi/_job/process/live_record.py describes it
 //   flight record  for `jaxmpi timeline`: rank-N.json, as jaxmpi/_job/monitor/flight_recorder.py
 //                  writes it
@@ -8,33 +8,22 @@
 // Both show the messages of record.h.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-namespace jaxmpi::mpi {
+#include "mpi_groups.h"
 
-// What the ranks know of each other.
-struct Member {
-  int64_t pid;
-  char host[65];
-};
-struct JobPlace {
-  int rank = 0;
-  std::vector<Member> members;  // of all ranks
-  uint64_t token = 0;           // equal on all ranks, and nobody else knows it
-  int64_t zero_ns = 0;          // now(), at a moment at which all ranks have met
-};
+namespace jaxmpi::mpi {
 
 class PlainRecord {
  public:
-  // `waits_for` returns the ranks that this one waits for.
-  PlainRecord(JobPlace place, std::function<std::vector<int>()> waits_for);
+  // `waits_for` returns the ranks that this one waits for, or nothing if that is not known.
+  PlainRecord(JobPlace place, std::function<std::optional<std::vector<int>>()> waits_for);
 
   // Name the messages of a fingerprint, at the first one.
   void name(int64_t fingerprint, const std::function<std::string()>& describe);
@@ -42,21 +31,32 @@ class PlainRecord {
   // Write the live record.
   void show();
 
-  // Write the flight record, over an earlier one. Return a sentence: where it is, or why it cannot
-  // be written. It goes into the folder JAXMPI_FLIGHT_DIR, or into a private one in the temporary
-  // folder.
+  // Show no live record any more: the rank has a monitor now, which writes its own.
+  void hide();
+
+  // Write the flight record, over an earlier one; return its path. Its folder is JAXMPI_FLIGHT_DIR,
+  // or a private one in the temporary folder. Throw an error where it cannot be written, or not in
+  // some seconds.
   std::string dump(const std::string& why);
+
+  // Whether the user has named a folder for the records.
+  bool has_named_folder() const { return has_named_folder_; }
 
  private:
   std::string name_of(int64_t fingerprint);
   std::string flight_record(const std::string& why);
+  void write_flight_record(const std::string& why);
 
   const JobPlace place_;
-  const std::function<std::vector<int>()> waits_for_;
-  const double began_;  // seconds since 1970
-  int file_;            // of the live record; -1 where there is none
-  std::mutex mutex_;
+  const std::function<std::optional<std::vector<int>>()> waits_for_;
+  const int64_t began_us_;  // microseconds since 1970
+  std::string hosts_;       // of all ranks, as JSON
+  bool has_named_folder_;
+  std::string folder_, inner_;  // of the flight record; "" or the folder in it, of a restarted job
+  std::mutex mutex_;            // of what follows
   std::map<int64_t, std::string> names_;  // by fingerprint
+  int file_;                              // of the live record; -1 where there is none
+  std::timed_mutex dumping_;
 };
 
 }  // namespace jaxmpi::mpi

@@ -16,6 +16,7 @@ struct Event {
 namespace {
 
 constexpr int64_t kEvents = 4096;  // that are kept, each at its number modulo kEvents
+constexpr int64_t kAtATime = 256;  // messages that may be in progress at a time
 struct Wait {
   std::atomic<int64_t> start, end;
 };
@@ -35,9 +36,11 @@ std::string field(const char* name, size_t offset) {
   return '"' + std::string(name) + "\": " + std::to_string(offset);
 }
 
+int file = -1;
+
 // Make the record in a file without a name, or in memory of this process where there can be none.
 Record& make_record() {
-  const int file = memfd_create(kFileName, MFD_CLOEXEC);
+  file = memfd_create(kFileName, MFD_CLOEXEC);
   if (file < 0) return *new Record{};
   void* memory = MAP_FAILED;
   if (ftruncate(file, sizeof(Record)) == 0) {
@@ -48,7 +51,7 @@ Record& make_record() {
     layout().copy(record.layout, sizeof record.layout - 1);
     return record;
   }
-  ::close(file);
+  hide();
   return *new Record{};
 }
 
@@ -75,6 +78,10 @@ Event& next(int64_t fingerprint, int64_t bytes) {
 }  // namespace
 
 void open() { the_record(); }
+
+void hide() {
+  if (const int open = std::exchange(file, -1); open >= 0) ::close(open);
+}
 
 Entered::Entered(const Transport& transport, int64_t fingerprint, int64_t bytes)
     : event_(next(fingerprint, bytes)), transport_(&transport) {}
@@ -119,12 +126,21 @@ std::pair<int64_t, int64_t> messages() {
   return {record.started, ended};
 }
 
-LastEvent last_event() {
+CurrentEvent current_event() {
   const Record& record = the_record();
   const int64_t started = record.started;
-  if (!started) return {0, 0};
+  if (!started) return {0, 0, false};
+  for (int64_t i = std::max<int64_t>(0, started - kAtATime); i < started; ++i) {
+    const Event& event = record.events[i % kEvents];
+    if (!event.end) return {event.fingerprint, event.start, true};
+  }
   const Event& event = record.events[(started - 1) % kEvents];
-  return {event.fingerprint, event.start};
+  return {event.fingerprint, event.start, false};
+}
+
+int64_t last_fingerprint() {
+  const Record& record = the_record();
+  return record.started ? record.events[(record.started - 1) % kEvents].fingerprint.load() : 0;
 }
 
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> last_events() {

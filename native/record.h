@@ -19,6 +19,9 @@ namespace jaxmpi::record {
 // Make the record. Without it, the first message does.
 void open();
 
+// Close its file, so that no other process finds it; messages are recorded as before.
+void hide();
+
 // Records a message as the last one, from its constructor, when this rank is ready to communicate,
 // to its destructor. It is the only message of its transport that is in progress.
 class Entered {
@@ -35,7 +38,7 @@ class Entered {
   const Transport* transport_;
 };
 
-// Records a wait, from its constructor to its destructor, for which a program does nothing else.
+// Records a wait, from its constructor to its destructor, for which its thread does nothing else.
 class Exposed {
  public:
   ~Exposed();
@@ -54,11 +57,15 @@ std::vector<std::pair<int64_t, int64_t>> last_waits();
 // How many messages have begun, and how many of them have ended.
 std::pair<int64_t, int64_t> messages();
 
-// The last message; zeros before the first one.
-struct LastEvent {
+// The oldest message that is in progress, or else the last one; zeros before the first one.
+struct CurrentEvent {
   int64_t fingerprint, start;
+  bool in_progress;
 };
-LastEvent last_event();
+CurrentEvent current_event();
+
+// The fingerprint of the last message; 0 before the first one.
+int64_t last_fingerprint();
 
 // The last messages: number, fingerprint, bytes, start, all_entered, end. The last three are
 // nanoseconds of the steady clock: when this rank entered the message, when all ranks had, and when

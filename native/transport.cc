@@ -51,6 +51,10 @@ std::vector<int> Transport::missing_ranks() const {
   return ranks;
 }
 
+void Transport::leave() {
+  for (Stripe& stripe : stripes_) stripe.node->leave();
+}
+
 FingerprintRange Transport::compare(int64_t fingerprint) {
   const Operation nothing = {Kind::Allreduce, Op::Sum, 1, -1, -1};
   Node& node = *stripes_.front().node;

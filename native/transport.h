@@ -43,6 +43,9 @@ class Transport {
   // Return the ranks on this node for which this one waits. Any thread may call it.
   std::vector<int> missing_ranks() const;
 
+  // Let the other ranks of this node know that no message of this rank will come.
+  void leave();
+
   // When all ranks had entered the last message, in nanoseconds of the steady clock.
   int64_t all_entered_ns() const { return stripes_.front().node->all_entered_ns(); }
 

@@ -125,6 +125,7 @@ STATE = {  # what modules hold that changes, and why it is not in the Session
         "_pauses": "Python has one garbage collector for all threads of a process",
         "_was_on": "the same",
         "_lock": "the same; a forked child makes a new one",
+        "_process": "the process whose pauses these are",
     },
 }
 

@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -31,6 +32,8 @@ __all__ = ["join_jax_processes"]
 LOOPBACK = "127.0.0.1"
 NOWHERE = "192.0.2.1"  # an address of nobody: the route to it is the default route
 TRY_SECONDS = 5.0  # to connect to an address, and to be answered
+TOKEN_BYTES = 16
+UNREACHABLE = (OSError, UnicodeError)  # the second one: of a text that is no name of a host
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 Exchange = Callable[[object], list]  # returns the arguments of all ranks
@@ -121,26 +124,29 @@ def _obstacle(rank: int, size: int) -> str:
             "JAX has started already, and its processes must join before that. Call jaxmpi.init() "
             "before any code that makes an array or asks for devices, imports that do so included."
         )
+    else:
+        return _why_not_collectives()
     return ""
+
+
+def _why_not_collectives() -> str:
+    """Return why JAX cannot use what JAXMPI_XLA names for its collectives on CPUs; "" if it can."""
+    ours = os.environ.get(jax_collectives.LIBRARY_VARIABLE) == str(jax_collectives.find_library())
+    if settings.get("JAXMPI_XLA") != "mpi" or ours:
+        return ""
+    reason = jax_collectives.why_not() or "Python was started without its variables."
+    return (
+        f"JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start the ranks "
+        "with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
+    )
 
 
 def _choose_collectives() -> None:
     """Have JAX use what JAXMPI_XLA names for its collectives on CPUs.
 
     `jaxmpi run` asks JAX for MPI in all programs; "auto" leaves it at what JAX was asked for.
-
-    Raises:
-      RuntimeError: it names MPI, and jaxlib has been loaded without the library for that.
     """
-    wanted = settings.get("JAXMPI_XLA")
-    ours = os.environ.get(jax_collectives.LIBRARY_VARIABLE) == str(jax_collectives.find_library())
-    if wanted == "mpi" and not ours:
-        reason = jax_collectives.why_not() or "Python was started without its variables."
-        raise RuntimeError(
-            f"init: JAXMPI_XLA is mpi, and jaxlib has not loaded jaxmpi's library: {reason} Start "
-            "the ranks with `jaxmpi run`, or set the variables that `jaxmpi doctor` prints."
-        )
-    if wanted != "auto":
+    if (wanted := settings.get("JAXMPI_XLA")) != "auto":
         jax.config.update("jax_cpu_collectives_implementation", wanted)
 
 
@@ -205,8 +211,9 @@ class Listening:
 
     def __init__(self, sockets: Sequence[socket.socket], addresses: Sequence[Address]) -> None:
         """Answer at sockets that listen, each in a thread."""
-        self._sockets = sockets
-        self._token = secrets.token_bytes(16)
+        self._sockets, self._is_closed = sockets, False
+        self._connections: list[socket.socket] = []
+        self._token = secrets.token_bytes(TOKEN_BYTES)
         self.told = (list(addresses), self._token)  # for the other ranks
         self._threads = [threading.Thread(target=self._answer, args=(each,)) for each in sockets]
         for thread in self._threads:
@@ -214,32 +221,35 @@ class Listening:
 
     @classmethod
     def at(cls, hosts: Sequence[str]) -> "Listening":
-        """Listen at those of the addresses that this host can listen at."""
+        """Listen for those who come by one of these addresses or names of this host."""
         sockets, addresses = [], []
         for host in hosts:
-            with contextlib.suppress(OSError):  # a name that nobody knows
+            with contextlib.suppress(*UNREACHABLE):  # no socket or no port is left
                 bind, port = _bindable(host)
                 sockets.append(socket.create_server((bind, port), backlog=4096))
                 addresses.append(Address(host, bind, port))
         return cls(sockets, addresses)
 
     def _answer(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the socket was shut down
-            while True:
+        while not self._is_closed:
+            try:
                 connection, _ = listener.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(TRY_SECONDS)
-                    connection.sendall(self._token)
-                    connection.recv(1)  # the other side closes first, which leaves the port free
+                # kept until the others have closed it, which leaves the port free
+                self._connections.append(connection)
+                connection.setblocking(False)
+                connection.sendall(self._token)
+            except OSError:  # of one connection, or the socket was shut down
+                time.sleep(0.01)
 
     def close(self) -> None:
         """Close the sockets, and wait for the threads."""
+        self._is_closed = True
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # which ends the accept of its thread
         for thread in self._threads:
             thread.join()
-        for each in self._sockets:
+        for each in (*self._sockets, *self._connections):
             each.close()
 
 
@@ -252,11 +262,13 @@ def _try_all(addresses: Sequence[Address], token: bytes) -> list[str]:
 def _try(address: Address, token: bytes) -> str:
     try:
         place = (address.host, address.port)
-        with socket.create_connection(place, timeout=TRY_SECONDS) as connection:
-            got = connection.recv(len(token), socket.MSG_WAITALL)
-            return "" if got == token else "somebody else answered"
-    except OSError as error:
-        return error.strerror or str(error)
+        with (
+            socket.create_connection(place, timeout=TRY_SECONDS) as connection,
+            connection.makefile("rb") as stream,
+        ):
+            return "" if stream.read(TOKEN_BYTES) == token else "somebody else answered"
+    except UNREACHABLE as error:
+        return getattr(error, "strerror", None) or str(error)
 
 
 def _candidates() -> list[str]:
@@ -266,7 +278,10 @@ def _candidates() -> list[str]:
     """
     if named := settings.get("JAXMPI_HOST"):
         return [named]
-    found = [_towards(NOWHERE), *_interface_addresses(), socket.gethostname()]
+    found = [_towards(NOWHERE), *_interface_addresses()]
+    with contextlib.suppress(*UNREACHABLE):  # a name that nobody knows
+        socket.gethostbyname(socket.gethostname())
+        found.append(socket.gethostname())
     return [each for each in dict.fromkeys(found) if each and not each.startswith("127.")]
 
 
@@ -292,12 +307,17 @@ def _towards(host: str) -> str:
 def _bindable(host: str) -> tuple[str, int]:
     """Return the address to listen at, and a free port of it.
 
-    It is `host`, or all addresses where that is none of this host.
+    It is `host`, or all addresses where that is none of this host, or a name that stands for
+    loopback here: it may stand for another address elsewhere.
     """
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
-        except OSError:  # it leads here in another way
-            host = "0.0.0.0"
-            probe.bind((host, 0))
-        return host, int(probe.getsockname()[1])
+            address, port = probe.getsockname()
+            if address == host or not address.startswith("127."):
+                return host, int(port)
+        except UNREACHABLE:  # it leads here in another way
+            pass
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return "0.0.0.0", int(probe.getsockname()[1])

@@ -103,7 +103,7 @@ def watch_communication() -> Callable[[], bool]:
     token_set = dispatch.runtime_tokens.__dict__
 
     def waits() -> bool:
-        if any(map(_dispatches, stacks.frames_of_all().values())):
+        if any(map(_dispatches, stacks.frames_of_others().values())):
             return True
         return any(
             not token._buf.is_ready()
@@ -155,7 +155,7 @@ def callbacks() -> dict[int, FrameType]:
     frame is kept, no other call has the same one.
     """
     folder, found = os.path.dirname(jax.__file__) + os.sep, {}
-    for thread, frames in stacks.frames_of_all().items():
+    for thread, frames in stacks.frames_of_others().items():
         for frame in frames:
             code = frame.f_code
             if code.co_name == "_wrapped_callback" and code.co_filename.startswith(folder):

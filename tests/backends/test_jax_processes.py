@@ -98,6 +98,29 @@ def test_somebody_else_at_the_same_address_is_not_rank_0(monkeypatch):
     assert jax_processes._try(address, token) == "Connection refused"
 
 
+def test_a_stranger_who_says_nothing_holds_nobody_up():
+    listening = jax_processes.Listening.at(["127.0.0.3"])
+    try:
+        (address,), token = listening.told
+        with socket.create_connection(address[1:]), socket.create_connection(address[1:]):
+            assert jax_processes._try(address, token) == ""
+    finally:
+        listening.close()
+
+
+def test_a_name_that_stands_for_loopback_here_listens_at_all_addresses(monkeypatch):
+    """On Debian, /etc/hosts has 127.0.1.1 for the host's own name; others know its address."""
+    monkeypatch.setattr(jax_processes, "_candidates", lambda: ["localhost"])
+    assert [found[:2] for found in addresses(["a", "b"])] == [("localhost", "0.0.0.0")] * 2
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 70, "no.such.name.invalid"])
+def test_a_text_that_is_no_name_is_an_error_on_all_ranks(name, monkeypatch):
+    monkeypatch.setenv("JAXMPI_HOST", name)
+    found = addresses(["a", "b"])
+    assert found[0] == found[1] and f"({name} from b: " in found[0]
+
+
 def test_addresses_of_this_host_are_those_that_others_may_reach(monkeypatch):
     monkeypatch.delenv("JAXMPI_HOST", raising=False)
     found = jax_processes._candidates()

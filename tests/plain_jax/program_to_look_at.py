@@ -1,9 +1,10 @@
 """A plain JAX program to look at: rank 1 waits, in the middle, until a file is there.
 
-    program_to_look_at.py FILE [jaxmpi | fails]
+    program_to_look_at.py FILE [jaxmpi | jaxmpi late | fails | raises]
 
-With "fails", rank 1 ends with code 3 there, unless the job was restarted. The ranks are a mesh of
-one axis or, four of them, of two.
+With "jaxmpi", jaxmpi.init starts MPI, or, late, finds it started. With "fails" or "raises", rank 1
+ends with code 3 there, unless the job was restarted. The ranks are a mesh of one axis or, four of
+them, of two.
 """
 
 import os
@@ -23,6 +24,11 @@ if how == ["jaxmpi"]:
     jaxmpi.init(jax_processes=True)
 else:
     jax.distributed.initialize()
+if how == ["jaxmpi late"]:
+    import jaxmpi
+
+    jax.block_until_ready(jax.numpy.ones(3))
+    jaxmpi.init()
 n, rank = jax.process_count(), jax.process_index()
 shape = {4: (2, 2)}.get(n, (1, n))
 mesh = jax.make_mesh(shape, ("a", "b"))
@@ -42,6 +48,8 @@ local = np.full((1, 1000), rank + 1, np.float32)
 x = jax.make_array_from_process_local_data(NamedSharding(mesh, spec), local)
 for i in range(30):
     if i == 20 and rank == 1:
+        if how == ["raises"]:
+            raise SystemExit(3)
         if how == ["fails"] and os.environ["JAXMPI_RESTART"] == "0":
             sys.exit(3)
         while not go.exists():

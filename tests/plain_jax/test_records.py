@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -103,13 +104,13 @@ def test_the_record_of_a_job_has_its_messages(ranks, tmp_path):
         other = rank ^ 1
         for name in (f"a permute to rank {other}", f"a permute from rank {other}"):
             assert sum(event[1] == name for event in events) == 30
-    # the ranks have one time: in a sum of row 0, each is in it when the other is
+    # the ranks have one time, but for when the scheduler let each go on from their meeting
     first, second = (
         [event for event in record["events"] if f"{SUMS} 0, 1" in event[1]]
         for record in records[:2]
     )
     for one, other in zip(first, second, strict=True):
-        assert one[3] <= other[5] + 0.01 and other[3] <= one[5] + 0.01
+        assert one[3] <= other[5] + 0.2 and other[3] <= one[5] + 0.2
     done = subprocess.run(
         jaxmpi_command("timeline", folder), capture_output=True, text=True, timeout=60, check=True
     )
@@ -164,11 +165,34 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
         assert "done" in job.stdout.read()
 
 
-def test_a_program_with_jaxmpi_has_one_record(tmp_path):
-    """Its monitor writes it; the library for plain JAX adds none."""
+@pytest.mark.parametrize("how", ["jaxmpi", "jaxmpi late"])
+def test_a_program_with_jaxmpi_has_one_record(how, tmp_path):
+    """Its monitor writes it; the library for plain JAX has none, or has one until then."""
     go = tmp_path / "go"
-    with running(2, go, "jaxmpi"):
+    with running(2, go, how):
         found = looked(go, lambda found: len(found) == 2)
-        names = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{found[0]['pid']}/fd")]
-        for name in ("jaxmpi-rank", "jaxmpi-events"):
-            assert sum(f"/memfd:{name} " in found for found in names) <= 2
+        # the monitor's: Python has mapped the first one by a descriptor of its own
+        monitors = {"jaxmpi-rank": 2, "jaxmpi-events": 1}
+        deadline = time.monotonic() + 60
+        while (open_files := memory_files(found[0]["pid"])) != monitors:
+            assert time.monotonic() < deadline, open_files
+
+
+def memory_files(pid):
+    """Return how many descriptors a process has of each of its records."""
+    names = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            names.append(os.readlink(entry.path))
+    return Counter(re.findall(r"/memfd:(jaxmpi-\w+)", " ".join(names)))
+
+
+def test_a_rank_that_ends_without_a_word_ends_the_others(tmp_path):
+    """`raise SystemExit(3)` is no error for Python's hooks, and JAX would wait for the others."""
+    folder = tmp_path / "a" / "new" / "flight"
+    command = jaxmpi_command("run", "-n", 2, PROGRAM, tmp_path, "raises")
+    environ = {**os.environ, "JAXMPI_FLIGHT_DIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode != 0
+    assert "local rank 1 of this node has ended, while this rank was in an all-" in done.stderr
+    assert json.loads((folder / "rank-0.json").read_text())["why"] == "code 1", done.stderr

@@ -11,12 +11,13 @@ __all__ = ["collection_paused"]
 _lock = threading.Lock()
 _pauses = 0  # under way, of all threads
 _was_on = False  # before the first of them
+_process = os.getpid()  # whose pauses these are
 
 
 def _forget_pauses() -> None:
-    """Collect again in a forked child: the threads that have paused it are not there."""
-    global _lock, _pauses
-    _lock = threading.Lock()
+    """Collect again in a forked child: the other threads that have paused it are not there."""
+    global _lock, _pauses, _process
+    _lock, _process = threading.Lock(), os.getpid()
     if _pauses and _was_on:
         gc.enable()
     _pauses = 0
@@ -33,7 +34,7 @@ def collection_paused() -> Iterator[None]:
     one comes in the middle of it: a fifth of the time from a function to its lowered program.
 
     It is no decorator of what traces: the decorator's frame, of contextlib, would count as the
-    user's line.
+    user's line. A pause in which the process is forked ends in the child with the fork.
     """
     global _pauses, _was_on
     with _lock:
@@ -41,10 +42,12 @@ def collection_paused() -> Iterator[None]:
             _was_on = gc.isenabled()
             gc.disable()
         _pauses += 1
+        process = _process
     try:
         yield
     finally:
         with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_on:
-                gc.enable()
+            if process == _process:
+                _pauses -= 1
+                if _pauses == 0 and _was_on:
+                    gc.enable()

@@ -22,6 +22,7 @@ __all__ = [
     "MPI_VARIABLE",
     "find_library",
     "leave_end_to_monitor",
+    "leave_records_to_monitor",
     "only_cpus",
     "unknown_symbols",
     "why_not",
@@ -60,6 +61,13 @@ def leave_end_to_monitor(is_left: bool) -> None:
     library = _loaded_library()
     if library is not None:
         library.jaxmpi_leave_end_to_monitor(int(is_left))
+
+
+def leave_records_to_monitor() -> None:
+    """Have the library show no record of this rank any more: a monitor begins to write it."""
+    library = _loaded_library()
+    if library is not None:
+        library.jaxmpi_leave_records_to_monitor()
 
 
 @cache

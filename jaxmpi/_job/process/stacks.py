@@ -3,41 +3,52 @@
 import contextlib
 import operator
 import sys
+import threading
 from itertools import accumulate, chain, repeat
 from types import FrameType
 
 from jaxmpi._job.process.garbage import collection_paused
 
-__all__ = ["frames", "frames_of_all"]
+__all__ = ["frames", "frames_of_others"]
+
+_CURRENT_FRAMES = [sys._current_frames]
 
 
 def frames(thread: int) -> list[FrameType]:
     """Return the frames of a thread, the innermost first; none if it runs no Python.
 
-    They stay what they are, and may be looked at later, but for `f_back`: of a frame whose function
-    has returned meanwhile, CPython 3.11 may find memory that is no frame any more, and the process
-    crashes. (A look at a thread that traces a program, ten thousand times a second, crashes within
-    seconds.) So all of them are taken before another thread can run: the walk is one call of a
-    function in C, and nothing in it runs Python code, as it makes no garbage collection.
+    Nobody may ask a frame of the result for its `f_back`: when its function has returned meanwhile,
+    CPython 3.11 may find memory there that is no frame any more, and the process crashes. (A look
+    at a thread that traces a program, ten thousand times a second, crashes within seconds.) So all
+    frames are taken before another thread can run: the walk is one call of a function in C, and
+    nothing in it runs Python code.
 
     Args:
       thread: its identifier.
     """
-    with collection_paused():
-        found: list[FrameType | None] = []
+    found: list[FrameType | None] = []
+    with _without_python_code():
         innermost = map(operator.methodcaller("get", thread), map(operator.call, _CURRENT_FRAMES))
         # accumulate(x, "f_back", "f_back", ...) by getattr: x, x.f_back, x.f_back.f_back, ...
         walk = accumulate(chain(innermost, repeat("f_back")), getattr)
         with contextlib.suppress(AttributeError):  # of None, after the outermost frame
             found.extend(walk)
-    return [frame for frame in found if frame is not None]
+    try:
+        return [frame for frame in found if frame is not None]
+    finally:
+        found.clear()  # of the calling thread, it has this function's own frame: a cycle
 
 
-def frames_of_all() -> dict[int, list[FrameType]]:
-    """Return the frames of each thread that runs Python, as in `frames`, by identifier."""
-    with collection_paused():
-        threads = list(sys._current_frames())
+def frames_of_others() -> dict[int, list[FrameType]]:
+    """Return the frames of the other threads that run Python, as in `frames`, by identifier."""
+    with _without_python_code():
+        threads = set(sys._current_frames()) - {threading.get_ident()}
     return {thread: frames(thread) for thread in threads}
 
 
-_CURRENT_FRAMES = [sys._current_frames]
+def _without_python_code() -> contextlib.AbstractContextManager[None]:
+    """Let objects be made without a garbage collection, which may run Python code.
+
+    From Python 3.12 on, no collection runs inside of a function in C.
+    """
+    return collection_paused() if sys.version_info < (3, 12) else contextlib.nullcontext()

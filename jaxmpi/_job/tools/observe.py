@@ -32,8 +32,8 @@ SILENT_HOST_SECONDS = 10.0  # after which a host that says nothing is reported
 class Look(TypedDict):
     """One rank at one moment; a record that JSON holds.
 
-    The rank writes the first part itself, twice a second (`_job/monitor/live.py`; in a program that
-    does not import jaxmpi, native/plain_record.cc). The last seven
+    The rank writes the first part itself, twice a second (`_job/monitor/live.py`; where jaxmpi.init
+    has not started MPI, native/plain_record.cc). The last seven
     are of the process that looks. Nanoseconds are those of `time.monotonic_ns` on the rank's host.
     """
 
@@ -46,8 +46,8 @@ class Look(TypedDict):
     transport: str
     entered: int  # collectives that the rank has entered
     inside: bool  # whether it is in the last one
-    # Of a program that does not import jaxmpi: whom this rank waits for
-    waits_for: NotRequired[list[int]]
+    # the ranks that this one waits for; None or not there where it does not know
+    waits_for: NotRequired[list[int] | None]
     doing: str  # for people: the last collective, or the work of a busy rank
     busy: bool  # at a checkpoint or in a `jaxmpi.busy` block
     since_ns: int  # when it entered its last collective

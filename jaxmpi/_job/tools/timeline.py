@@ -362,8 +362,8 @@ def table(records: Sequence[Record]) -> str:
 def _last_ranks(records: Sequence[Record]) -> list[int]:
     """Return the rank that came last to each collective that all ranks have on record.
 
-    It is the one that waited least: the clocks of two hosts cannot be compared, durations can. One
-    collective has one number and one name on all ranks; of groups of ranks, each has its own.
+    It is the one that waited least: the clocks of two hosts cannot be compared, durations can. A
+    collective of all ranks has the same number and name on each; those of groups do not count.
     """
     waits: list[dict[tuple[int, str], float]] = []
     for record in records:

@@ -218,13 +218,7 @@ def rows(looks: Iterable[Look]) -> list[Row]:
 
 def _job_rows(looks: Sequence[Look]) -> list[Row]:
     last_shares = _last_shares(looks)
-    missing = _missing_ranks(looks)
-    # how long the others have waited at least
-    waits = []
-    for look in looks:
-        if look["inside"] and look["rank"] not in missing:
-            waits.append(_seconds_since(look, look["since_ns"]))
-    waited = min(waits, default=0.0)
+    waited = _waited_for(looks)
     found = []
     for look in looks:
         steps_per_second, step_seconds = _steps(look)
@@ -235,12 +229,12 @@ def _job_rows(looks: Sequence[Look]) -> list[Row]:
             verdict = "stopped"
         elif look["busy"]:
             verdict = "busy"
-        elif _seconds_since(look, look["written_ns"]) > SILENT_RECORD_SECONDS:
+        elif _is_silent(look):
             verdict = "silent"  # its Python does not run
-        elif look["rank"] in missing and waited > max(
+        elif waited.get(look["rank"], 0.0) > max(
             MISSING_SECONDS, MISSING_STEPS * (step_seconds or 0)
         ):
-            verdict, missing_seconds = "missing", waited
+            verdict, missing_seconds = "missing", waited[look["rank"]]
         elif (
             last_share is not None
             and last_share > SLOW_LAST_SHARE
@@ -270,17 +264,35 @@ def _job_rows(looks: Sequence[Look]) -> list[Row]:
     return found
 
 
-def _missing_ranks(looks: Sequence[Look]) -> set[int]:
-    """Return the ranks for which others wait, for however short a time.
+def _waited_for(looks: Sequence[Look]) -> dict[int, float]:
+    """Return the ranks that others wait for, with the seconds for which they have.
 
-    Where the ranks say for whom they wait, it is those. Else, it is those that are not in the
-    collective that the first rank is in: the messages of all ranks have the same numbers.
+    Where ranks say for whom they wait, it is those that do not wait themselves; if all of them do,
+    each is waited for in another collective, and all are returned. Else, it is the ranks that are
+    not in the collective that the first rank is in: the collectives have the same numbers on all
+    ranks.
     """
-    named = [look.get("waits_for") for look in looks]
-    if None not in named:
-        return {rank for ranks in named if ranks for rank in ranks}
+    lively = [look for look in looks if look["state"] != "stopped" and not _is_silent(look)]
+    waited: dict[int, float] = {}
+    if all(look.get("waits_for") is not None for look in lively):
+        for look in lively:
+            for rank in look["waits_for"] or ():
+                seconds = _seconds_since(look, look["since_ns"])
+                waited[rank] = max(waited.get(rank, 0.0), seconds)
+        waiting = {look["rank"] for look in lively if look["waits_for"]}
+        return {rank: seconds for rank, seconds in waited.items() if rank not in waiting} or waited
     front = max(_position(look) for look in looks)
-    return {look["rank"] for look in looks if _position(look) < front}
+    waits = [
+        _seconds_since(look, look["since_ns"])
+        for look in looks
+        if look["inside"] and _position(look) == front
+    ]
+    late = [look["rank"] for look in looks if _position(look) < front]
+    return dict.fromkeys(late, min(waits, default=0.0))
+
+
+def _is_silent(look: Look) -> bool:
+    return _seconds_since(look, look["written_ns"]) > SILENT_RECORD_SECONDS
 
 
 def _position(look: Look) -> int:

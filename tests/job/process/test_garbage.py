@@ -66,12 +66,16 @@ def test_no_collection_while_a_step_is_traced():
 
 def test_a_child_that_is_forked_in_a_pause_collects_again(was_on):
     """The thread that has paused the collector is not there to end its pause."""
+    right = []
     with collection_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's, of threads
         child = os.fork()
-        if not child:
-            right = gc.isenabled() == was_on
-            with collection_paused():
-                right = right and not gc.isenabled()
-            os._exit(0 if right and gc.isenabled() == was_on else 1)
+        right.append(gc.isenabled() == (was_on and not child))
+    if not child:  # its pause has ended already
+        right.append(gc.isenabled() == was_on)
+        with collection_paused():
+            right.append(not gc.isenabled())
+        right.append(gc.isenabled() == was_on)
+        os._exit(0 if all(right) else 1)
+    assert all(right) and gc.isenabled() == was_on
     assert os.waitpid(child, 0)[1] == 0

@@ -1,9 +1,11 @@
 """The frames of another thread: which they are, and that a look at them is safe."""
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -68,7 +70,7 @@ def names(frames):
 def test_frames_are_those_of_the_thread_the_innermost_first(thread):
     found = names(stacks.frames(thread.ident))
     assert found[-5:] == ["inner", "outer", "run", "_bootstrap_inner", "_bootstrap"]
-    assert names(stacks.frames_of_all()[thread.ident])[-5:] == found[-5:]
+    assert names(stacks.frames_of_others()[thread.ident])[-5:] == found[-5:]
     own = names(stacks.frames(threading.get_ident()))
     assert own[:2] == ["frames", "test_frames_are_those_of_the_thread_the_innermost_first"]
 
@@ -78,7 +80,38 @@ def test_a_thread_that_runs_no_python_has_no_frames(thread):
     ended.start()
     ended.join()
     assert stacks.frames(ended.ident) == [] == stacks.frames(0)
-    assert ended.ident not in stacks.frames_of_all()
+    assert not {ended.ident, threading.get_ident()} & set(stacks.frames_of_others())
+
+
+class Array:
+    """Something large that a thread holds."""
+
+
+def test_a_look_keeps_nothing_alive():
+    """Not until the next garbage collection either, which may never come."""
+    ready, go = threading.Event(), threading.Event()
+
+    def hold():
+        array = Array()
+        held.append(weakref.ref(array))
+        ready.set()
+        go.wait(60)
+
+    held = []
+    holder = threading.Thread(target=hold)
+    gc.disable()
+    try:
+        holder.start()
+        ready.wait(60)
+        looks = [stacks.frames_of_others, lambda: stacks.frames(holder.ident)]
+        looks.append(lambda: stacks.frames(threading.get_ident()))
+        for look in looks:
+            look()
+        go.set()
+        holder.join()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.slow)])

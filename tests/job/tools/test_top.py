@@ -92,6 +92,45 @@ def test_a_rank_that_others_wait_for(changed, verdict):
     assert [row.verdict_text for row in rows] == ["", verdict]
 
 
+def waiting(rank, *others, seconds=4, **changed):
+    """Make the record of a rank that says for whom it waits, and for how long it has."""
+    now = look()["now_ns"]
+    says = {"inside": bool(others), "waits_for": list(others)}
+    if others:
+        says["since_ns"] = now - seconds * 1_000 * MS
+    return look(rank, **{**says, **changed})
+
+
+@pytest.mark.parametrize(
+    ("looks", "verdicts"),
+    [
+        # the ranks of one group go on, in the other one is missing
+        (
+            [waiting(0, 1), waiting(1), waiting(2, 3, seconds=0), waiting(3, 2, seconds=0)],
+            ["", "missing for 4 s", "", ""],
+        ),
+        # a rank that waits itself is not the one that is missing
+        ([waiting(0, 1), waiting(1, 2, seconds=3), waiting(2)], ["", "", "missing for 3 s"]),
+        # each waits for the other, in another collective
+        ([waiting(0, 1), waiting(1, 0, seconds=3)], ["missing for 3 s", "missing for 4 s"]),
+        # what a stopped rank last wrote is out of date
+        (
+            [waiting(0, 1), waiting(1, 0, state="stopped"), waiting(2, 1)],
+            ["", "stopped", ""],
+        ),
+        # more events on one rank, but nobody waits
+        ([waiting(0, entered=90, events=[]), waiting(1)], ["", ""]),
+        # a rank that does not know it: by the numbers of the collectives
+        (
+            [waiting(0, 1, waits_for=None, entered=21), waiting(1, waits=(0,) * 20)],
+            ["", "missing for 4 s"],
+        ),
+    ],
+)
+def test_ranks_that_say_for_whom_they_wait(looks, verdicts):
+    assert [row.verdict_text for row in top.rows(looks)] == verdicts
+
+
 def test_without_events_there_are_dashes():
     rows = top.rows([look(0, events=[]), look(1, events=[])])
     assert {(row.steps_per_second, row.communication, row.last) for row in rows} == {
