@@ -23,7 +23,8 @@ int main(int count, char **arguments) {
         std::printf("end\n");
         std::fflush(stdout);
         std::_Exit(0);
-      });
+      },
+      [] {});
   // Several of each: the order in which they are looked at is that of their
   // addresses.
   const auto none = [] { return std::string(); };
