@@ -99,7 +99,7 @@ SETTINGS: Mapping[str, Setting] = {
         str,
         "a name or an address",
         "",
-        "on rank 0, for backend xla on several hosts: the address at which it listens",
+        "on rank 0, for backend xla or `jax_processes` on several hosts: where it listens",
     ),
     "JAXMPI_NODE_RANKS": Setting(
         _number(int, 1, MOST),
