@@ -149,7 +149,7 @@ def compiling(thread: int | None) -> bool:
 
 
 def callbacks() -> dict[int, FrameType]:
-    """Return the threads that run a callback of a program, each with the frame of this call.
+    """Return the other threads that run a callback of a program, each with the call's frame.
 
     These are `pure_callback`, `io_callback`, `debug.callback` and `debug.print`. As long as the
     frame is kept, no other call has the same one.
