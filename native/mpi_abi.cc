@@ -76,13 +76,17 @@ void say(const std::string& text) {
   std::fflush(stderr);
 }
 
+std::string not_written(const std::exception& error) {
+  return std::string("Its last collectives cannot be written (") + error.what() +
+         "): set JAXMPI_FLIGHT_DIR to another folder.";
+}
+
 // Write the flight record; return a sentence about it.
 std::string dumped(PlainRecord& record, const std::string& why) {
   try {
     return "Its last collectives are in " + record.dump(why);
   } catch (const std::exception& error) {
-    return std::string("Its last collectives cannot be written (") + error.what() +
-           "): set JAXMPI_FLIGHT_DIR to another folder.";
+    return not_written(error);
   }
 }
 
@@ -92,8 +96,8 @@ void dump_at_end(const std::string& why) {
   if (!record || !record->has_named_folder() || getpid() != process) return;
   try {
     record->dump(why);
-  } catch (const std::exception&) {
-    say(dumped(*record, why));
+  } catch (const std::exception& error) {
+    say("ends. " + not_written(error));
   }
 }
 
@@ -165,7 +169,7 @@ class Recorded {
   Recorded(Group& group, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
     PlainRecord* const record = plain_record;
     if (!record) return;
-    for (const int member : group.members) fingerprint = mix(fingerprint, member);
+    fingerprint = mix(fingerprint, group.hash_of_members);
     name(*record, fingerprint, describe);
     waits_.emplace();
     entered_.emplace(*group.transport, static_cast<int64_t>(fingerprint), bytes);

@@ -216,7 +216,8 @@ std::unique_ptr<Group> Job::make(const std::vector<int>& members) {
   group->rank =
       static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
   if (group->size() == 1) return group;
-  const int tag = static_cast<int>(hash(members.data(), members.size() * sizeof(int)) % kTags);
+  group->hash_of_members = hash(members.data(), members.size() * sizeof(int));
+  const int tag = static_cast<int>(group->hash_of_members % kTags);
   const Handle comm = split(members, tag);
   check(library_, library_.comm_dup(comm, &group->point_to_point), "MPI_Comm_dup");
   group->transport = connect(*group, comm);

@@ -37,8 +37,9 @@ struct Group {
   std::mutex mutex;                     // the transport carries one message at a time
   std::atomic<bool> is_inside = false;  // one is under way, and on record
   bool spans_nodes = false;
-  Handle point_to_point = 0;   // the communicator for messages from rank to rank
-  std::atomic<int> users = 0;  // communicators of XLA that it carries
+  uint64_t hash_of_members = 0;  // equal on all members
+  Handle point_to_point = 0;     // the communicator for messages from rank to rank
+  std::atomic<int> users = 0;    // communicators of XLA that it carries
 
   int size() const { return static_cast<int>(members.size()); }
 };

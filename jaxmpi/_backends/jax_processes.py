@@ -187,22 +187,20 @@ def find_address(rank: int, host: str, exchange: Exchange) -> Address:
     finally:
         if listening:
             listening.close()
-    failures = {
-        (address, each): errors[i]
-        for each, errors in zip(hosts, found, strict=True)
-        for i, address in enumerate(addresses)
-        if errors and errors[i]
-    }
-    for address in addresses:
-        if not any(address == failed for failed, _ in failures):
+    failures = []
+    for i, address in enumerate(addresses):
+        own = [
+            f"{address.host} from {each}: {errors[i]}"
+            for each, errors in zip(hosts, found, strict=True)
+            if errors and errors[i]
+        ]
+        if not own:
             return address
-    tried = "; ".join(
-        f"{address.host} from {each}: {why}" for (address, each), why in failures.items()
-    )
+        failures += own
     raise RuntimeError(
         f"init: JAX's processes need an address of rank 0's host, {hosts[0]}, that all hosts "
-        f"reach, and there is none ({tried or 'it has no address'}). Set JAXMPI_HOST on rank 0 to "
-        "an address that all hosts reach, and open its firewall to them."
+        f"reach, and there is none ({'; '.join(failures) or 'it has no address'}). Set JAXMPI_HOST "
+        "on rank 0 to an address that all hosts reach, and open its firewall to them."
     )
 
 

@@ -5,6 +5,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 from jaxmpi._job.process import stacks
@@ -149,14 +150,9 @@ def _waits(thread: int) -> bool:
     A thread that waits for another one to start runs on at once, and so does not count.
     """
     frames = stacks.frames(thread)
-    waits = not frames
-    for frame in frames:
-        if not frame.f_code.co_filename.startswith(_WAITING):
-            break
-        waits = frame.f_code is not threading.Thread.start.__code__
-        if not waits:
-            break
-    return waits
+    inside = list(takewhile(lambda f: f.f_code.co_filename.startswith(_WAITING), frames))
+    starts = any(frame.f_code is threading.Thread.start.__code__ for frame in inside)
+    return not frames or (bool(inside) and not starts)
 
 
 def _communicates(thread: int) -> bool:

@@ -89,27 +89,22 @@ class Array:
 
 def test_a_look_keeps_nothing_alive():
     """Not until the next garbage collection either, which may never come."""
-    ready, go = threading.Event(), threading.Event()
 
-    def hold():
+    def hold_and(look):
         array = Array()
-        held.append(weakref.ref(array))
-        ready.set()
-        go.wait(60)
+        look()
+        return weakref.ref(array)
 
-    held = []
-    holder = threading.Thread(target=hold)
+    def look_from_a_thread():
+        thread = threading.Thread(target=stacks.frames_of_others)
+        thread.start()
+        thread.join()
+
+    own = threading.get_ident()
     gc.disable()
     try:
-        holder.start()
-        ready.wait(60)
-        looks = [stacks.frames_of_others, lambda: stacks.frames(holder.ident)]
-        looks.append(lambda: stacks.frames(threading.get_ident()))
-        for look in looks:
-            look()
-        go.set()
-        holder.join()
-        assert held[0]() is None
+        for look in (look_from_a_thread, stacks.frames_of_others, lambda: stacks.frames(own)):
+            assert hold_and(look)() is None
     finally:
         gc.enable()
 
