@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <signal.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,11 +30,12 @@ namespace {
 using Number = uintptr_t;  // a handle of this library
 
 constexpr Number kWorld = 1, kFirstType = 0x100, kFirstOp = 0x200;
-constexpr int kFailed = 1;                               // any code but MPI_SUCCESS
-constexpr auto kLauncherTime = std::chrono::seconds(5);  // for the launcher to end the job
-constexpr size_t kMostNamed = 16;                        // ranks in a sentence
-constexpr int64_t kIdleNs = 2'000'000'000;               // before a rank at its end has left
-constexpr size_t kErrorBytes = 500;                      // of XLA's buffer for an error
+constexpr int kFailed = 1;                                   // any code but MPI_SUCCESS
+constexpr auto kLauncherTime = std::chrono::seconds(5);      // for the launcher to end the job
+constexpr auto kRelayTime = std::chrono::milliseconds(100);  // for it to pass on our last lines
+constexpr size_t kMostNamed = 16;                            // ranks in a sentence
+constexpr int64_t kIdleNs = 2'000'000'000;                   // before a rank at its end has left
+constexpr size_t kErrorBytes = 500;                          // of XLA's buffer for an error
 constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
 
 constexpr Number number(Type type) { return kFirstType + static_cast<Number>(type); }
@@ -61,19 +63,27 @@ std::atomic<PlainRecord*> plain_record = nullptr;
 std::atomic<bool> asked_for_record = false;  // by SIGUSR1
 std::atomic<bool> leaving = false;           // Python's end has begun
 
-// Return "rank 2", by the launcher's variables before MPI has started, or "a rank".
-std::string name_of_rank() {
-  if (const Job* known = job) return "rank " + std::to_string(known->rank());
+// Return this rank in digits, by the launcher's variables before MPI has started, or "".
+std::string digits_of_rank() {
+  if (const Job* known = job) return std::to_string(known->rank());
   for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"}) {
-    if (const char* rank = std::getenv(name)) return std::string("rank ") + rank;
+    if (const char* rank = std::getenv(name)) return rank;
   }
-  return "a rank";
+  return "";
+}
+
+std::string name_of_rank() {
+  const std::string digits = digits_of_rank();
+  return digits.empty() ? "a rank" : "rank " + digits;
+}
+
+void write_to_stderr(const std::string& line) {
+  std::fwrite(line.data(), 1, line.size(), stderr);
+  std::fflush(stderr);
 }
 
 void say(const std::string& text) {
-  const std::string line = "jaxmpi: " + name_of_rank() + " " + text + "\n";
-  std::fwrite(line.data(), 1, line.size(), stderr);
-  std::fflush(stderr);
+  write_to_stderr("jaxmpi: " + name_of_rank() + " " + text + "\n");
 }
 
 std::string not_written(const std::exception& error) {
@@ -101,8 +111,23 @@ void dump_at_end(const std::string& why) {
   }
 }
 
+// Tell `jaxmpi run` which rank ends the job, in a line that it does not pass on: what MPI's
+// launcher says about it may be lost (Open MPI 4). _job/process/failure.py reads the line.
+void tell_launcher(int code) {
+  const std::string rank = digits_of_rank();
+  utsname system = {};
+  if (rank.empty() || !std::getenv("JAXMPI_RUN_DIR") || uname(&system) != 0) return;
+  if (lost) return;  // this rank fails because another one has
+  std::ostringstream line;
+  line << "jaxmpi-failure: [{\"rank\": " << rank << ", \"pid\": " << getpid() << ", \"host\": \""
+       << system.nodename << "\", \"cause\": \"abort\", \"code\": " << code << "}]\n";
+  write_to_stderr(line.str());
+}
+
 [[noreturn]] void abort_job(int code, const std::string& why = "") {
   dump_at_end(why.empty() ? "code " + std::to_string(code) : why);
+  tell_launcher(code);
+  std::this_thread::sleep_for(kRelayTime);
   if (const Job* known = job) known->abort(code);
   std::_Exit(code);  // MPI has not started; the launcher ends the other ranks
 }

@@ -67,7 +67,7 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
     else:
         patterns = launchers.names(lambda row: row.verdicts)
         matches = (re.search(pattern, flat) for pattern in patterns)
-        fields = next((_fields(match) for match in matches if match), {})
+        fields = next((_fields(match) for match in matches if match), {}) or _told(text)
     host, rank, pid = fields.pop("host", ""), fields.get("rank"), fields.get("pid")
 
     # MPICH names the host on which a rank ended first, but not the rank. On another host than this
@@ -97,6 +97,18 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
     if rank is not None:
         fields.pop("pid", None)
     return _failure({**fields, "host": host}, missing.values())
+
+
+def _told(text: str) -> dict[str, Any]:
+    """Return what the first rank that ended the job wrote of itself, as fields.
+
+    It counts where the launcher says nothing: Open MPI 4 sends its message about MPI_Abort to
+    itself, and now and then cannot read it (ORTE_ERROR_LOG: Out of resource in show_help.c).
+    """
+    for told in find_marked(text):
+        if told.cause is Cause.ABORT:
+            return {"rank": told.rank, "pid": told.pid, "host": told.host, "abort": told.code}
+    return {}
 
 
 def _failure(fields: Mapping[str, Any], others: Iterable[Member] = ()) -> Failure:

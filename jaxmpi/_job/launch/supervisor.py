@@ -45,7 +45,8 @@ KILL_SECONDS = 0.02  # between two rounds of killing, as a process may have fork
 
 TAIL_BYTES = 65536  # are kept, to find what MPI says about the end of the job
 _LINE = b"-" * 74 + b"\n"  # begins and ends what Open MPI's launcher says
-_RECORD = re.compile(rb"^%s.*\n" % MARK.encode(), re.MULTILINE)
+# a launcher may put the rank before the line (`--tag-output`, `-l`)
+_RECORD = re.compile(rb"^(?:\[[^]\n]{1,40}\]\S* ?)?%s.*\n" % MARK.encode(), re.MULTILINE)
 _NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, a terminal that is gone
 _NAMES = {1: "stdout", 2: "stderr"}
 

@@ -30,6 +30,7 @@ from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
 from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
 from jaxmpi._job.process import at_exit, joining, run_dir, stderr
+from jaxmpi._job.process.failure import Cause, Failure, marked
 from jaxmpi._job.process.signals import Signals
 
 __all__ = ["Doing", "Gathering", "Monitor", "doing"]
@@ -281,21 +282,24 @@ class Monitor:
     def end(self, code: int, why: str) -> None:
         """End the whole job, after a line with this rank and the reason."""
         try:
-            stderr.at_most(LAST_RECORDS_SECONDS, lambda: self._prepare_end(why))
+            stderr.at_most(LAST_RECORDS_SECONDS, lambda: self._prepare_end(code, why))
         finally:
             stderr.end_process(code, self.backend.abort)
 
-    def _prepare_end(self, why: str) -> None:
+    def _prepare_end(self, code: int, why: str) -> None:
         stderr.at_most(stderr.SAY_SECONDS, lambda: sys.stdout.flush())
         for call in self.at_end:
             self._call(call, why)
         self.say(f"{why} The job ends.")
-        # MPI's launcher drops what it has not passed on when a rank aborts.
-        time.sleep(RELAY_SECONDS)
         # A rank that was killed may be why this one failed. If this rank aborts before the launcher
         # notices the killed one, the launcher names this rank instead.
-        if self._left is None and self._has_lost_rank():
-            time.sleep(LAUNCHER_NOTICE_SECONDS)
+        follows = self._left is None and self._has_lost_rank()
+        if not follows:
+            pid, host = self.members[self.backend.place.rank]
+            own = Failure(self.backend.place.rank, pid, host, Cause.ABORT, code=code, joined=True)
+            stderr.say(marked([own]))
+        # MPI's launcher drops what it has not passed on when a rank aborts.
+        time.sleep(LAUNCHER_NOTICE_SECONDS if follows else RELAY_SECONDS)
         self._dismiss_reporter()
 
     def _has_lost_rank(self) -> bool:

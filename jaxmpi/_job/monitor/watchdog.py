@@ -32,7 +32,7 @@ from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.monitor import Doing, Monitor, doing
 from jaxmpi._job.process import live_record, run_dir, settings, stderr
 from jaxmpi._job.process.busy import work, work_of
-from jaxmpi._job.process.failure import MARK, Cause, Failure, to_json
+from jaxmpi._job.process.failure import Cause, Failure, marked
 
 __all__ = [
     "Answer",
@@ -376,9 +376,9 @@ def _in_callbacks(program: list[InProgram]) -> list[InProgram]:
 
 def _report_to_launcher(late: list[MissingRank | InProgram]) -> None:
     """Name the ranks that have failed to `jaxmpi run`, which else blames the one that aborts."""
-    if late and "JAXMPI_RUN_DIR" in os.environ:
+    if late:
         failures = [Failure(x.rank, x.pid, x.host, Cause.STALLED, joined=True) for x in late]
-        stderr.say(f"{MARK}{to_json(failures)}\n")
+        stderr.say(marked(failures))
 
 
 # from records to words

@@ -1,13 +1,14 @@
 """The record of a failure: which rank ended the job, where and how; and the sentence about it.
 
-A rank that waits in `init`, the watchdog, the death reporter and MPI's launcher all report a
-failure. Each report
-becomes a `Failure` once. Restarts read the record, users read `describe`.
+A rank that waits in `init` or that ends the job, the watchdog, the death reporter and MPI's
+launcher all report a failure. Each report becomes a `Failure` once. Restarts read the record, users
+read `describe`.
 """
 
 import contextlib
 import enum
 import json
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -15,7 +16,16 @@ from dataclasses import asdict, dataclass
 
 from jaxmpi._job.process import launchers
 
-__all__ = ["MARK", "Cause", "Failure", "find_marked", "find_stalled", "from_json", "to_json"]
+__all__ = [
+    "MARK",
+    "Cause",
+    "Failure",
+    "find_marked",
+    "find_stalled",
+    "from_json",
+    "marked",
+    "to_json",
+]
 
 # Begins a line of output that is a record in JSON, for `jaxmpi run`: on hosts other than its own,
 # a process has no other way to it than the output of the job.
@@ -148,6 +158,14 @@ def find_stalled(text: str) -> list[Failure]:
     # Several ranks may have reported the same one.
     stalled = [failure for failure in find_marked(text) if failure.cause is Cause.STALLED]
     return list(dict.fromkeys(stalled))
+
+
+def marked(failures: Sequence[Failure]) -> str:
+    """Return the line of output that tells `jaxmpi run` of failures; "" where it did not start us.
+
+    Native code writes such a line, too (native/mpi_abi.cc).
+    """
+    return f"{MARK}{to_json(failures)}\n" if "JAXMPI_RUN_DIR" in os.environ else ""
 
 
 def find_marked(text: str) -> list[Failure]:

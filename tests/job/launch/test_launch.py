@@ -885,9 +885,38 @@ NAMED = (
 )
 
 
+TOLD = (
+    'jaxmpi-failure: [{"rank": 1, "pid": 501, "host": "HOST", "cause": "abort", "code": 3}]\n'
+    'jaxmpi-failure: [{"rank": 2, "pid": 502, "host": "HOST", "cause": "abort", "code": 1}]\n'
+)
+
+
 @pytest.mark.parametrize(
     ("text", "joined", "ended", "code", "said"),
     [
+        # a rank that ends the job says so itself, and counts where the launcher does not name one
+        (
+            TOLD.replace("HOST", "vm"),
+            RANKS,
+            {0: 9, 2: 9, 1: 9},
+            3,
+            "rank 1 (pid 501 on vm) called MPI_Abort with code 3",
+        ),
+        (TOLD.replace("HOST", "vm"), [], {}, 3, "rank 1 called MPI_Abort with code 3"),
+        (
+            TOLD.replace("HOST", "there"),
+            RANKS[:1],
+            {0: 9},
+            3,
+            "rank 1 (pid 501 on there) called MPI_Abort with code 3",
+        ),
+        (
+            TOLD.replace("HOST", "vm") + OPEN_MPI_KILLED.replace("rank 1", "rank 0"),
+            RANKS,
+            {0: 9},
+            137,
+            "rank 0 (pid 500 on vm) was killed by signal 9 (SIGKILL)",
+        ),
         (
             OPEN_MPI_KILLED,
             RANKS,
