@@ -885,6 +885,44 @@ NAMED = (
 )
 
 
+PLAIN_PROGRAM = """
+import sys, jax
+jax.distributed.initialize()
+jax.devices()
+if jax.process_index() == 1:
+    {}
+import time
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (PLAIN_PROGRAM.format("raise ValueError"), 1),
+        (PLAIN_PROGRAM.format("sys.exit(3)"), 3),
+        ("import jaxmpi\nif jaxmpi.init().rank == 1: raise ValueError\njaxmpi.barrier()", 1),
+    ],
+    ids=["plain raise", "plain exit", "jaxmpi"],
+)
+def test_a_rank_that_ends_the_job_is_named_though_the_launcher_does_not(program, code, tmp_path):
+    # Open MPI 4 loses its message about MPI_Abort now and then; this launcher loses each
+    real = mpiexec.find_launcher(None, os.environ)
+    lines = (
+        "MPI_ABORT|MPI_Abort|errorcode|exited with|BAD TERMINATION|EXIT CODE|node .* (exit|call)"
+    )
+    mute = fake(tmp_path / "mute", f'set -o pipefail\n("{real}" "$@" 2>&1) | grep -v -E "{lines}"')
+    Path(mute).write_text(Path(mute).read_text().replace("/bin/sh", "/bin/bash"))
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    job = start("-n", 2, "--mpiexec", mute, script)
+    output, errors = job.communicate(timeout=120)
+    said = output + errors
+    assert re.search(r"jaxmpi run: the job failed: rank 1 .*called MPI_Abort with code", said), said
+    assert job.returncode == code, said
+    assert "jaxmpi-failure" not in said
+
+
 TOLD = (
     'jaxmpi-failure: [{"rank": 1, "pid": 501, "host": "HOST", "cause": "abort", "code": 3}]\n'
     'jaxmpi-failure: [{"rank": 2, "pid": 502, "host": "HOST", "cause": "abort", "code": 1}]\n'
