@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from jaxmpi._backends.native_transports import shared_memory
 from jaxmpi._errors import MPIError
 
 __all__ = ["Votes", "barrier", "broadcast", "open_votes"]
+
+T = TypeVar("T")
 
 HEADER, BODY = 1, 2  # tags
 PIECE_BYTES = 1 << 28  # of one message: MPI's counts are 32 bits wide
@@ -37,7 +39,7 @@ def barrier(comm: Communicator) -> None:
     _until(comm.Ibarrier().Test)
 
 
-def broadcast(comm: Communicator, obj: object, ranks: Sequence[int]) -> Any:
+def broadcast(comm: Communicator, obj: T, ranks: Sequence[int]) -> T:
     """Return the picklable object of the first of these ranks, on all of them.
 
     Each passes it on to those after it, as in a tree.

@@ -19,7 +19,7 @@ and the backend takes the one that is right for it.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
@@ -310,7 +310,7 @@ class Ranks(ABC):
         """Return all ranks' picklable objects, in the order of the ranks."""
 
     @abstractmethod
-    def broadcast_object(self, obj: object, root: int) -> Any:
+    def broadcast_object(self, obj: T, root: int) -> T:
         """Return the object of rank `root`; on root, it is `obj` itself."""
 
     @abstractmethod
@@ -403,7 +403,7 @@ class Processes(Ranks):
         """Gather objects; ranks sleep while they wait, as one may come seconds later."""
 
     @abstractmethod
-    def broadcast_asleep(self, obj: object, ranks: Sequence[int], title: str) -> Any:
+    def broadcast_asleep(self, obj: T, ranks: Sequence[int], title: str) -> T:
         """Return the picklable object of the first of these ranks; the others wait for it asleep.
 
         Every rank calls it, with its own group of ranks. The monitor shows `title` while it waits.

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -36,13 +36,13 @@ from jaxmpi._job.process.launchers import find_for_library
 from jaxmpi._job.process.processor import quota
 from jaxmpi._job.process.stderr import one_line
 
-__all__ = ["MpiRanks"]
+__all__ = ["Letter", "MpiRanks"]
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class _Pickled(NamedTuple):
+class _Pickled(NamedTuple, Generic[T]):
     """An object on its way: its bytes, or why there are none."""
 
     rank: int
@@ -50,7 +50,7 @@ class _Pickled(NamedTuple):
     error: str
 
     @staticmethod
-    def of(obj: object, rank: int) -> "_Pickled":
+    def of(obj: T, rank: int) -> "_Pickled[T]":
         """Pickle an object of this rank."""
         try:
             return _Pickled(rank, pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), "")
@@ -59,6 +59,13 @@ class _Pickled(NamedTuple):
             return _Pickled(
                 rank, b"", f"the object of rank {rank} cannot be pickled ({one_line(error)})"
             )
+
+
+class Letter(NamedTuple):
+    """A message of one rank's monitor to another's: a picklable object, and what it is about."""
+
+    topic: str
+    content: object
 
 
 def _cores_per_rank(node: Communicator) -> float:
@@ -210,24 +217,27 @@ class MpiRanks(Processes):
         with self.entered():
             return self._unpickled("allgather_object", self._objects.allgather(pickled))
 
-    def broadcast_object(self, obj: object, root: int) -> Any:
+    def broadcast_object(self, obj: T, root: int) -> T:
         """Return the object of rank `root`; on root, it is `obj` itself."""
         here = self.place.rank == root
         pickled = _Pickled.of(obj, root) if here else None
         with self.entered():
             sent = self._objects.bcast(pickled, root)
+            assert sent  # root's
             # Root has the object; it reads nothing but takes part in what the others say of it.
-            objects = self._unpickled("broadcast_object", [sent] if not here or sent.error else [])
+            received = [] if here and not sent.error else [sent]
+            objects: list[T] = self._unpickled("broadcast_object", received)
         return obj if here else objects[0]
 
-    def _unpickled(self, function: str, received: Sequence["_Pickled"]) -> list[Any]:
+    def _unpickled(self, function: str, received: Sequence["_Pickled[T]"]) -> list[T]:
         """Read received objects; raise the same error on all ranks where that fails on one.
 
         An object that cannot be pickled is found before its message, and one that cannot be read
         after it. Both times every rank stays in step: its next collective meets the others' next
         one.
         """
-        objects, error = [], next((one.error for one in received if one.error), "")
+        objects: list[T] = []
+        error = next((one.error for one in received if one.error), "")
         if not error:
             for one in received:
                 try:
@@ -264,7 +274,7 @@ class MpiRanks(Processes):
             asleep.barrier(self._objects)
             return self._objects.allgather(obj)
 
-    def broadcast_asleep(self, obj: object, ranks: Sequence[int], title: str) -> Any:
+    def broadcast_asleep(self, obj: T, ranks: Sequence[int], title: str) -> T:
         """Return the picklable object of the first of these ranks; the others wait asleep."""
         with self.waiting(title if self.place.rank != ranks[0] else ""):
             return asleep.broadcast(self._objects, obj, ranks)
@@ -334,13 +344,13 @@ class MpiRanks(Processes):
 
     # the monitor's channel: short messages that nobody has to be waiting for
 
-    def send(self, rank: int, message: object) -> None:
-        """Start sending a picklable object to one rank; returns at once."""
+    def send(self, rank: int, letter: Letter) -> None:
+        """Start sending a letter to one rank; returns at once."""
         self._sending = [request for request in self._sending if not request.test()[0]]
-        self._sending.append(self._channel.issend(message, rank))
+        self._sending.append(self._channel.issend(letter, rank))
 
-    def receive(self) -> list[tuple[int, Any]]:
-        """Return the (rank, object) pairs that have arrived since the last call."""
+    def receive(self) -> list[tuple[int, Letter]]:
+        """Return the (rank, letter) pairs that have arrived since the last call."""
         arrived, status = [], self._mpi.Status()
         while (message := self._channel.improbe(status=status)) is not None:
             arrived.append((status.source, message.recv()))

@@ -6,7 +6,7 @@ Values that differ between simulated ranks are stacked, in a `PerRank`.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ class PerRank:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"PerRank: .{name} {REFUSED}")
 
-    def __getitem__(self, rank: int) -> Any:
+    def __getitem__(self, rank: int) -> jax.Array | np.ndarray:
         return self.stack[rank]
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class OneProcess(Ranks):
         """Return the object, once for each rank."""
         return [obj] * self.place.size
 
-    def broadcast_object(self, obj: object, root: int) -> Any:
+    def broadcast_object(self, obj: T, root: int) -> T:
         """Return the object itself."""
         return obj
 

@@ -53,9 +53,9 @@ def newest(
     if in_memory[0] is not None and len(set(in_memory)) == 1:
         directories.append(in_memory[0])
 
-    def look() -> tuple[tuple[Path, Manifest] | None, str] | None:
+    def look() -> tuple[tuple[Path, Manifest] | None, str]:
         if backend.place.rank:
-            return None
+            return None, ""
         with long_operation(backend, f"reading the checkpoints in {directory}"):
             whole, errors = folders.newest(directories, step)
         for error in errors:

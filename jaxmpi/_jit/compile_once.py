@@ -82,7 +82,7 @@ def compile_once(backend: Processes, title: str, lower: Callable[[], Lowered]) -
     # Receive the executable, or compile it.
     if rank != ranks[0]:
         what = f"the compilation of {title} on rank {ranks[0]}"
-        _load(lowered, backend.broadcast_asleep(None, ranks, what))
+        _load(lowered, backend.broadcast_asleep(NOTHING, ranks, what))
         return
     result = NOTHING
     try:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.mpi_ranks import MpiRanks
+from jaxmpi._backends.mpi_ranks import Letter, MpiRanks
 from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
 from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
@@ -117,7 +117,7 @@ class Monitor:
         self.samples = 0
         self._prints: Counter[tuple[str, int, str]] = Counter()  # calls, by place and thread
         self._sending = threading.Lock()
-        self._arrived: list[tuple[int, tuple[str, Any]]] = []  # messages that no thread has handled
+        self._arrived: list[tuple[int, Letter]] = []  # messages that no thread has handled
         self._failed: list[Callable[..., object]] = []  # whose defect has been reported
         self._leaving = threading.Event()
         self._left: tuple[int, int] | None = None  # a rank that left, and its collectives
@@ -151,7 +151,7 @@ class Monitor:
     def send(self, rank: int, topic: str, message: object) -> None:
         """Send a picklable object to another rank's monitor; returns at once."""
         with self._sending:
-            self.backend.send(rank, (topic, message))
+            self.backend.send(rank, Letter(topic, message))
 
     def send_all(self, topic: str, message: object) -> None:
         """Send an object to the monitors of all other ranks."""
@@ -167,10 +167,10 @@ class Monitor:
         """
         with self._sending:
             self._arrived += self.backend.receive()
-            chosen: list[tuple[int, tuple[str, Any]]] = []
-            left: list[tuple[int, tuple[str, Any]]] = []
+            chosen: list[tuple[int, Letter]] = []
+            left: list[tuple[int, Letter]] = []
             for arrived in self._arrived:
-                topic, _ = arrived[1]
+                _, (topic, _) = arrived
                 (chosen if not topics or topic in topics else left).append(arrived)
             self._arrived = left
         for rank, (topic, message) in chosen:
