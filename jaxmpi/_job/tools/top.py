@@ -267,20 +267,27 @@ def _job_rows(looks: Sequence[Look]) -> list[Row]:
 def _waited_for(looks: Sequence[Look]) -> dict[int, float]:
     """Return the ranks that others wait for, with the seconds for which they have.
 
-    Where ranks say for whom they wait, it is those that do not wait themselves; if all of them do,
-    each is waited for in another collective, and all are returned. Else, it is the ranks that are
-    not in the collective that the first rank is in: the collectives have the same numbers on all
-    ranks.
+    Where a rank says for whom it waits, it is those that do not wait themselves, and those that
+    wait for each other, in different collectives. Where none can say it, it is the ranks that are
+    not in the latest collective that a rank is in: then the numbers of the collectives are those of
+    all ranks.
     """
     lively = [look for look in looks if look["state"] != "stopped" and not _is_silent(look)]
-    waited: dict[int, float] = {}
-    if all(look.get("waits_for") is not None for look in lively):
+    says = {look["rank"]: look.get("waits_for") for look in lively}
+    if any(says.values()) or None not in says.values():
+        waited: dict[int, float] = {}
         for look in lively:
-            for rank in look["waits_for"] or ():
+            for rank in says[look["rank"]] or ():
                 seconds = _seconds_since(look, look["since_ns"])
                 waited[rank] = max(waited.get(rank, 0.0), seconds)
-        waiting = {look["rank"] for look in lively if look["waits_for"]}
-        return {rank: seconds for rank, seconds in waited.items() if rank not in waiting} or waited
+        # [] of a rank that does not wait; None of one that does not know for whom it waits
+        idle = {rank for rank in waited if says.get(rank, []) == []}
+        explained = idle | {rank for rank, awaited in says.items() if awaited is None}
+        for _ in says:  # the longest chain of ranks that wait for each other
+            explained |= {
+                r for r, awaited in says.items() if not explained.isdisjoint(awaited or ())
+            }
+        return {r: seconds for r, seconds in waited.items() if r in idle or r not in explained}
     front = max(_position(look) for look in looks)
     waits = [
         _seconds_since(look, look["since_ns"])

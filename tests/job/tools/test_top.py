@@ -113,6 +113,16 @@ def waiting(rank, *others, seconds=4, **changed):
         ([waiting(0, 1), waiting(1, 2, seconds=3), waiting(2)], ["", "", "missing for 3 s"]),
         # each waits for the other, in another collective
         ([waiting(0, 1), waiting(1, 0, seconds=3)], ["missing for 3 s", "missing for 4 s"]),
+        # two do so beside a rank that waits for a third one
+        (
+            [waiting(0, 1), waiting(1), waiting(2, 3), waiting(3, 2), waiting(4, 3)],
+            ["", "missing for 4 s", "missing for 4 s", "missing for 4 s", ""],
+        ),
+        # a rank of another node says whom it waits for, one of this node does not know it
+        (
+            [waiting(0, waits_for=None, entered=90), waiting(1, 2), waiting(2), waiting(3, 0)],
+            ["", "", "missing for 4 s", ""],
+        ),
         # what a stopped rank last wrote is out of date
         (
             [waiting(0, 1), waiting(1, 0, state="stopped"), waiting(2, 1)],
