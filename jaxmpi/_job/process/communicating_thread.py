@@ -56,7 +56,8 @@ class Turn:
     where that thread is the faster one.
 
     Attributes:
-      thread: the identifier of the last thread that called one; 0 if there is none.
+      thread: the identifier of the last thread that called one; 0 if there is none. Python may have
+        given it to another one since that thread has ended.
       unchecked: that of the thread that need not `take` before each collective; 0 if none.
     """
 
@@ -68,7 +69,8 @@ class Turn:
           last: returns for a thread's identifier a value that changes with each of its collectives.
         """
         self.thread = self.unchecked = 0
-        self._ran_beside: list[threading.Thread] = []  # the last collective of `thread`
+        self._caller: threading.Thread | None = None  # the last thread that called one
+        self._ran_beside: list[threading.Thread] = []  # threads, when it called its last one
         self._finish, self._last, self._lock = finish, last, threading.Lock()
         self._forked = False
 
@@ -81,41 +83,33 @@ class Turn:
         """
         with self._lock:
             self.check_process()
-            before, this = self.thread, threading.get_ident()
-            current = threading.current_thread()
+            # Threads, and not their identifiers, which Python uses again.
+            before, current = self._caller, threading.current_thread()
             is_main = current is threading.main_thread()
-            changes = before not in (0, this)
-            if changes and not self._is_given_up():
-                raise self._error("while thread {}, which called the last one, runs")
-            if changes and current in self._ran_beside and not is_main:
-                raise self._error("which ran while thread {} called the last one")
-            self.thread = this
-            if changes:
+            if before is not None and before is not current:
+                if not self._has_given_up(before):
+                    raise _error(f"while thread {before.name!r}, which called the last one, runs")
+                if current in self._ran_beside and not is_main:
+                    raise _error(f"which ran while thread {before.name!r} called the last one")
+                self.unchecked = 0
                 self._finish()
+            self._caller, self.thread = current, threading.get_ident()
             if is_main:
-                self.unchecked, self._ran_beside = this, []
+                self.unchecked, self._ran_beside = self.thread, []
                 return
             self.unchecked = 0
-            if before != this:
+            if before is not current:
                 time.sleep(WAKE_SECONDS)
-            self._ran_beside = []
-            for thread in threading.enumerate():  # not identifiers, which Python uses again
-                if thread is not current and thread.ident and not _waits(thread.ident):
-                    self._ran_beside.append(thread)
+            self._ran_beside = [
+                thread
+                for thread in threading.enumerate()
+                if thread is not current and thread.ident and not _waits(thread.ident)
+            ]
 
-    def _error(self, how: str) -> RuntimeError:
-        """Return the error of the calling thread; `how` says why, with {} for the last thread."""
-        return RuntimeError(
-            "jaxmpi: a collective was called in thread "
-            f"{threading.current_thread().name!r}, {how.format(repr(_name(self.thread)))}: the "
-            "order may differ between the ranks. Call them in one thread, or have the other wait "
-            "for this one (Thread.join, Future.result)."
-        )
-
-    def _is_given_up(self) -> bool:
-        """Return whether the last thread waits, or soon does."""
+    def _has_given_up(self, caller: threading.Thread) -> bool:
+        """Return whether the last thread that called one has ended, or waits, or soon does."""
         last, deadline = self._last(self.thread), time.monotonic() + PATIENCE_SECONDS
-        while not _waits(self.thread):
+        while caller.is_alive() and not _waits(self.thread):
             if (
                 _communicates(self.thread)
                 or time.monotonic() > deadline
@@ -137,6 +131,7 @@ class Turn:
     def release(self) -> None:
         """Allow any thread to be the next one."""
         self.thread = self.unchecked = 0
+        self._caller = None
 
     def forbid(self) -> None:
         """Allow no thread any more, in a forked child."""
@@ -161,9 +156,11 @@ def _communicates(thread: int) -> bool:
     return any(file.startswith(_COMMUNICATING) for file in files)
 
 
-def _name(thread: int) -> str:
-    """Return the name of a thread."""
-    for other in threading.enumerate():
-        if other.ident == thread:
-            return other.name
-    return "another"
+def _error(how: str) -> RuntimeError:
+    """Return the error of the calling thread; `how` says why it may not call a collective."""
+    name = threading.current_thread().name
+    return RuntimeError(
+        f"jaxmpi: a collective was called in thread {name!r}, {how}: the order may differ between "
+        "the ranks. Call them in one thread, or have the other wait for this one (Thread.join, "
+        "Future.result)."
+    )

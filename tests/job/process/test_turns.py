@@ -60,6 +60,46 @@ def in_thread(call):
     return got[0]
 
 
+def started(target, identifier=0):
+    """Start threads until one has this identifier, which Linux gives to a later one."""
+    for _ in range(200):
+        thread = threading.Thread(target=target)
+        thread.start()
+        if identifier in (0, thread.ident):
+            return thread
+    raise AssertionError("no thread got the identifier")
+
+
+@pytest.mark.parametrize("which", ["a thread that runs beside", "the next caller"])
+def test_a_thread_with_the_identifier_of_one_that_has_ended_is_another_one(which):
+    finished, stop = [], threading.Event()
+
+    def call_and_wait():
+        if threading.get_ident() == caller.ident:
+            turn.take()
+        stop.wait()
+
+    def work():
+        while not stop.is_set():
+            time.sleep(0.001)  # a function of C: this thread counts as running
+
+    turn = communicating_thread.Turn(lambda: finished.append(True), lambda thread: 0)
+    caller = started(turn.take)
+    caller.join()
+    try:
+        if which == "the next caller":
+            started(call_and_wait, caller.ident)
+        else:
+            started(work, caller.ident)
+            turn.take()  # nobody else calls one
+        deadline = time.monotonic() + 10
+        while not finished and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert finished  # what the other thread has started
+    finally:
+        stop.set()
+
+
 def check_second_thread(name, patch):
     call = CALLS[name]
     patch.setattr(communicating_thread, "PATIENCE_SECONDS", 0.1)
