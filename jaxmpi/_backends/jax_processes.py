@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 
@@ -36,6 +36,7 @@ TOKEN_BYTES = 16
 UNREACHABLE = (OSError, UnicodeError)  # the second one: of a text that is no name of a host
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
+R = TypeVar("R")
 Exchange = Callable[[object], list]  # returns the arguments of all ranks
 
 
@@ -72,7 +73,7 @@ def join_jax_processes(rank: int, size: int, one_host: bool, exchange: Exchange)
     for other, (_, its_obstacle) in enumerate(states):
         if its_obstacle:
             raise RuntimeError(f"init: rank {other} cannot join the others: {its_obstacle}")
-    joined = [rank for rank, (has_joined, _) in enumerate(states) if has_joined]
+    joined = [other for other, (has_joined, _) in enumerate(states) if has_joined]
     if len(joined) == size:
         return
     if joined:
@@ -83,13 +84,14 @@ def join_jax_processes(rank: int, size: int, one_host: bool, exchange: Exchange)
     _choose_collectives()
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        found = Address(LOOPBACK, *_bindable(LOOPBACK)) if rank == 0 else None
-        host, bind, port = exchange(found)[0]
+        found = _from_rank_0(rank, exchange, lambda: Address(LOOPBACK, *_bindable(LOOPBACK)))
+        _jaxcompat.gloo_listens_at(LOOPBACK)
     else:
-        host, bind, port = find_address(rank, socket.gethostname(), exchange)
-    _jaxcompat.gloo_listens_at(LOOPBACK if one_host else _towards(host) or socket.gethostname())
+        found = find_address(rank, socket.gethostname(), exchange)
+        _jaxcompat.gloo_listens_at(_own_address(found.host))
+    host, bind, port = found
     address = f"{host}:{port}"
-    _pass_proxies(host)
+    _bypass_proxies(host)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     try:
         jax.distributed.initialize(
@@ -150,7 +152,7 @@ def _choose_collectives() -> None:
         jax.config.update("jax_cpu_collectives_implementation", wanted)
 
 
-def _pass_proxies(host: str) -> None:
+def _bypass_proxies(host: str) -> None:
     """Have gRPC, by which JAX's processes talk, connect without the proxy that http_proxy names."""
     name = "no_grpc_proxy"
     os.environ[name] = ",".join(
@@ -176,17 +178,18 @@ def find_address(rank: int, host: str, exchange: Exchange) -> Address:
     Raises:
       RuntimeError: on all ranks, there is no such address; the error has what was tried.
     """
-    listening = Listening.at(_candidates()) if rank == 0 else None
-    try:
-        told = exchange((host, listening and listening.told))
-        hosts = [each for each, _ in told]
-        addresses, token = told[0][1]
+    with contextlib.ExitStack() as at_end:
+
+        def listen() -> tuple[list[Address], bytes]:
+            listening = Listening.at(_candidates())
+            at_end.callback(listening.close)
+            return listening.addresses, listening.token
+
+        addresses, token = _from_rank_0(rank, exchange, listen)
+        hosts = exchange(host)
         # the first rank of each host but rank 0's tries for its host
         tries = host != hosts[0] and hosts.index(host) == rank
         found = exchange(_try_all(addresses, token) if tries else None)
-    finally:
-        if listening:
-            listening.close()
     failures = []
     for i, address in enumerate(addresses):
         own = [
@@ -204,15 +207,33 @@ def find_address(rank: int, host: str, exchange: Exchange) -> Address:
     )
 
 
+def _from_rank_0(rank: int, exchange: Exchange, make: Callable[[], R]) -> R:
+    """Return what rank 0 makes; where it fails there, raise a RuntimeError on all ranks."""
+    made, failure = None, ""
+    if rank == 0:
+        try:
+            made = make()
+        except (OSError, RuntimeError) as error:  # there are no sockets or threads any more
+            failure = str(error) or type(error).__name__
+    made, failure = exchange((made, failure))[0]
+    if failure:
+        raise RuntimeError(f"init: rank 0 cannot listen for the other ranks: {failure}")
+    return made
+
+
 class Listening:
-    """Sockets of rank 0 that answer whoever connects with a token, so that ranks know it."""
+    """Sockets of rank 0 that send each caller a token, by which it knows that this is rank 0.
+
+    Attributes:
+      addresses: where they listen.
+      token: random bytes, which the other ranks have got by MPI.
+    """
 
     def __init__(self, sockets: Sequence[socket.socket], addresses: Sequence[Address]) -> None:
         """Answer at sockets that listen, each in a thread."""
         self._sockets, self._is_closed = sockets, False
         self._connections: list[socket.socket] = []
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self.told = (list(addresses), self._token)  # for the other ranks
+        self.addresses, self.token = list(addresses), secrets.token_bytes(TOKEN_BYTES)
         self._threads = [threading.Thread(target=self._answer, args=(each,)) for each in sockets]
         for thread in self._threads:
             thread.start()
@@ -235,7 +256,7 @@ class Listening:
                 # kept until the others have closed it, which leaves the port free
                 self._connections.append(connection)
                 connection.setblocking(False)
-                connection.sendall(self._token)
+                connection.sendall(self.token)
             except OSError:  # of one connection, or the socket was shut down
                 time.sleep(0.01)
 
@@ -253,8 +274,11 @@ class Listening:
 
 def _try_all(addresses: Sequence[Address], token: bytes) -> list[str]:
     """Return why rank 0 does not answer at each address; "" where it does."""
-    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        return list(pool.map(lambda address: _try(address, token), addresses))
+    try:
+        with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+            return list(pool.map(lambda address: _try(address, token), addresses))
+    except RuntimeError as error:  # there are no threads any more
+        return [str(error)] * len(addresses)
 
 
 def _try(address: Address, token: bytes) -> str:
@@ -274,8 +298,12 @@ def _candidates() -> list[str]:
 
     JAXMPI_HOST is the only one where it is set.
     """
-    if named := settings.get("JAXMPI_HOST"):
-        return [named]
+    named = settings.get("JAXMPI_HOST")
+    return [named] if named else _reachable()
+
+
+def _reachable() -> list[str]:
+    """Return the addresses of this host but loopback's, and its name, the likely ones first."""
     found = [_towards(NOWHERE), *_interface_addresses()]
     with contextlib.suppress(*UNREACHABLE):  # a name that nobody knows
         socket.gethostbyname(socket.gethostname())
@@ -292,13 +320,24 @@ def _interface_addresses() -> Iterator[str]:
                 yield socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
 
 
+def _own_address(host: str) -> str:
+    """Return the address of this host in the network that leads to `host`, or its name.
+
+    A name of this host may stand for loopback here, where no other host comes.
+    """
+    found = _towards(host)
+    if found.startswith("127.") and not host.startswith("127."):
+        found = next(iter(_reachable()), "")
+    return found or socket.gethostname()
+
+
 def _towards(host: str) -> str:
     """Return the address of this host that another host sees; "" if no way leads there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         try:
             probe.connect((host, 9))
             return str(probe.getsockname()[0])
-        except OSError:
+        except UNREACHABLE:
             return ""
 
 

@@ -86,11 +86,32 @@ def test_an_address_that_nobody_reaches_is_an_error_on_all_ranks(monkeypatch, ca
     assert re.search(rf"rank 0's host, a, that all hosts reach.*{why}.*Set JAXMPI_HOST", found[0])
 
 
+@pytest.mark.parametrize("name", ["Listening", "_interface_addresses", "_try_all"])
+def test_what_fails_on_one_rank_is_an_error_on_all(monkeypatch, name):
+    def no_more(*_):
+        raise OSError(24, "Too many open files")
+
+    if name == "_try_all":
+        monkeypatch.setattr(jax_processes, "ThreadPoolExecutor", no_threads)
+    elif name == "Listening":
+        monkeypatch.setattr(jax_processes.Listening, "at", no_more)
+    else:
+        monkeypatch.setattr(jax_processes, name, no_more)
+    found = addresses(["a", "b", "b"])
+    assert len(set(found)) == 1
+    why = "can't start new thread" if name == "_try_all" else "rank 0 cannot listen .*Too many open"
+    assert re.search(rf"init: .*{why}", found[0])
+
+
+def no_threads(*_):
+    raise RuntimeError("can't start new thread")
+
+
 def test_somebody_else_at_the_same_address_is_not_rank_0(monkeypatch):
     """An address such as a container bridge's is each host's own, and leads to another program."""
     listening = jax_processes.Listening.at(["127.0.0.3"])
     try:
-        (address,), token = listening.told
+        (address,), token = listening.addresses, listening.token
         assert jax_processes._try(address, token) == ""
         assert jax_processes._try(address, bytes(16)) == "somebody else answered"
     finally:
@@ -101,7 +122,7 @@ def test_somebody_else_at_the_same_address_is_not_rank_0(monkeypatch):
 def test_a_stranger_who_says_nothing_holds_nobody_up():
     listening = jax_processes.Listening.at(["127.0.0.3"])
     try:
-        (address,), token = listening.told
+        (address,), token = listening.addresses, listening.token
         with socket.create_connection(address[1:]), socket.create_connection(address[1:]):
             assert jax_processes._try(address, token) == ""
     finally:
@@ -174,7 +195,9 @@ def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
         (1, None, "127.0.0.3", "127.0.0.3", "127.0.0.3", "127.0.0.3", None),
         (1, "127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.2", "127.0.0.3", None),
         # an address that leads here
-        (1, "198.51.100.9", "127.0.0.3", "198.51.100.9", "0.0.0.0", "127.0.0.3", None),
+        (1, "198.51.100.9", "10.0.0.7", "198.51.100.9", "0.0.0.0", "10.0.0.7", None),
+        # a name that stands for loopback here, where no other host comes
+        (1, "localhost", "127.0.0.1", "localhost", "0.0.0.0", "10.0.0.8", None),
     ],
 )
 def test_the_addresses_at_which_xla_listens(
@@ -193,6 +216,7 @@ def test_the_addresses_at_which_xla_listens(
     monkeypatch.setattr(jax_processes, "_towards", lambda host: own)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(jax_processes, "_candidates", lambda: [named or own])
+    monkeypatch.setattr(jax_processes, "_reachable", lambda: ["10.0.0.8"])
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "to be removed afterwards")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     join_jax_processes(0, 2, local_size == 2, lambda mine: [mine, mine])

@@ -1,4 +1,4 @@
-"""The garbage collector, paused where it has nothing to collect."""
+"""The garbage collector, paused where it has nothing to collect, or must not run Python code."""
 
 import contextlib
 import gc
@@ -33,21 +33,23 @@ def collection_paused() -> Iterator[None]:
     A full collection looks at every object of the process, and tracing a program makes so many that
     one comes in the middle of it: a fifth of the time from a function to its lowered program.
 
-    It is no decorator of what traces: the decorator's frame, of contextlib, would count as the
-    user's line. A pause in which the process is forked ends in the child with the fork.
+    Around a trace, use it in a `with` block: as a decorator it would add a frame of contextlib,
+    which would count as the user's line. A pause in which the process is forked ends in the child
+    with the fork.
     """
     global _pauses, _was_on
     with _lock:
+        # In this order, another thread may fork at any time: `_forget_pauses` sees the pause.
         if _pauses == 0:
             _was_on = gc.isenabled()
-            gc.disable()
         _pauses += 1
+        gc.disable()
         process = _process
     try:
         yield
     finally:
         with _lock:
             if process == _process:
-                _pauses -= 1
-                if _pauses == 0 and _was_on:
+                if _pauses == 1 and _was_on:
                     gc.enable()
+                _pauses -= 1

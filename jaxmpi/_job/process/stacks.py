@@ -11,7 +11,7 @@ from jaxmpi._job.process.garbage import collection_paused
 
 __all__ = ["frames", "frames_of_others"]
 
-_CURRENT_FRAMES = [sys._current_frames]
+_CURRENT_FRAMES = [sys._current_frames]  # for `map`, which calls it within the walk
 
 
 def frames(thread: int) -> list[FrameType]:
@@ -48,6 +48,8 @@ def frames_of_others() -> dict[int, list[FrameType]]:
 
 def _without_python_code() -> contextlib.AbstractContextManager[None]:
     """Let objects be made without a garbage collection, which may run Python code.
+
+    That would let another thread run: in the middle of a walk, or of `sys._current_frames`.
 
     From Python 3.12 on, no collection runs inside of a function in C.
     """
