@@ -48,7 +48,7 @@ class File {
   throw std::runtime_error(what + ": " + std::strerror(errno));
 }
 
-// Numbers are written by std::to_string: it asks no locale for the decimal point.
+// Return number / unit, whatever decimal point the program's locale has.
 std::string decimal(int64_t number, int64_t unit, size_t digits) {
   std::string fraction = std::to_string(std::abs(number) % unit);
   fraction.insert(0, digits - fraction.size(), '0');
@@ -84,14 +84,21 @@ std::string variable(const char* name) {
   return text ? text : "";
 }
 
-// Open a folder in another one (AT_FDCWD: a path). A private one is of this user alone.
-int open_folder(int in, const std::string& name, bool is_private, bool may_be_link) {
+enum class Owner { kAnyone, kThisUserAlone };
+
+void make_folder(int in, const std::string& name) {
   if (mkdirat(in, name.c_str(), 0700) != 0 && errno != EEXIST) fail(name);
+}
+
+// Open a folder in another one (AT_FDCWD: a path).
+int open_folder(int in, const std::string& name, Owner owner) {
+  const bool may_be_link = in == AT_FDCWD && owner == Owner::kAnyone;  // a path of the user's
   const int flags = O_RDONLY | O_DIRECTORY | O_CLOEXEC | (may_be_link ? 0 : O_NOFOLLOW);
   const int folder = openat(in, name.c_str(), flags);
+  if (folder < 0) fail(name);
   struct stat found = {};
-  if (folder < 0 || fstat(folder, &found) != 0) fail(name);
-  if (is_private && (found.st_uid != getuid() || (found.st_mode & 077))) {
+  if (owner == Owner::kThisUserAlone &&
+      (fstat(folder, &found) != 0 || found.st_uid != getuid() || (found.st_mode & 077))) {
     ::close(folder);
     throw std::runtime_error(name + " is not a folder of this user alone");
   }
@@ -130,8 +137,9 @@ PlainRecord::PlainRecord(JobPlace place, std::function<std::optional<std::vector
       began_us_(std::chrono::duration_cast<std::chrono::microseconds>(
                     std::chrono::system_clock::now().time_since_epoch())
                     .count()),
-      file_(memfd_create(kFileName, MFD_CLOEXEC)) {
-  record::open();  // a reader that finds the one file looks for the other at once
+      run_folder_(variable("JAXMPI_RUN_DIR")) {
+  record::open();  // first: a reader that finds the next file looks for this one at once
+  file_ = memfd_create(kFileName, MFD_CLOEXEC);
   // Without memory for it, `jaxmpi top` does not show this rank; the job goes on.
   if (file_ >= 0 && ftruncate(file_, kTextBytes + kCountBytes) != 0) {
     ::close(file_);
@@ -157,6 +165,31 @@ PlainRecord::PlainRecord(JobPlace place, std::function<std::optional<std::vector
     std::snprintf(token, sizeof token, "%016llx", static_cast<unsigned long long>(place_.token));
     folder_ = (temporary.empty() ? "/tmp" : temporary) + "/jaxmpi-flight-" +
               std::to_string(getuid()) + "-" + token;
+  }
+  enter_run(false);
+}
+
+void PlainRecord::leave_run() {
+  const std::lock_guard lock(mutex_);
+  enter_run(true);
+}
+
+void PlainRecord::enter_run(bool has_left) {
+  if (run_folder_.empty()) return;
+  const Member& mine = place_.members[place_.rank];
+  try {
+    const File folder(open_folder(AT_FDCWD, run_folder_, Owner::kThisUserAlone));
+    replace(folder, "rank-" + std::to_string(place_.rank) + ".json",
+            object_of({
+                {"rank", std::to_string(place_.rank)},
+                {"pid", std::to_string(mine.pid)},
+                {"host", quoted(mine.host)},
+                {"segments", "[]"},
+                {"left", has_left ? "true" : "false"},
+                {"notes_end", "false"},
+            }));
+  } catch (const std::exception&) {
+    // There is no such folder on hosts other than the launcher's.
   }
 }
 
@@ -212,6 +245,7 @@ void PlainRecord::hide() {
   const std::lock_guard lock(mutex_);
   if (file_ >= 0) ::close(file_);
   file_ = -1;
+  run_folder_.clear();
   record::hide();
 }
 
@@ -245,11 +279,14 @@ void PlainRecord::write_flight_record(const std::string& why) {
   const std::string name = "rank-" + std::to_string(place_.rank) + ".json";
   if (has_named_folder_)
     std::filesystem::create_directories(std::filesystem::path(folder_).parent_path());
-  const File folder(open_folder(AT_FDCWD, folder_, !has_named_folder_, has_named_folder_));
+  const Owner owner = has_named_folder_ ? Owner::kAnyone : Owner::kThisUserAlone;
+  make_folder(AT_FDCWD, folder_);
+  const File folder(open_folder(AT_FDCWD, folder_, owner));
   if (inner_.empty()) {
     replace(folder, name, flight_record(why));
   } else {
-    const File inner(open_folder(folder, inner_, false, false));
+    make_folder(folder, inner_);
+    const File inner(open_folder(folder, inner_, owner));
     replace(inner, name, flight_record(why));
   }
 }

@@ -5,7 +5,10 @@
 //   flight record  for `jaxmpi timeline`: rank-N.json, as jaxmpi/_job/monitor/flight_recorder.py
 //                  writes it
 //
-// Both show the messages of record.h.
+//   run record     for `jaxmpi run`: rank-N.json in its folder, as jaxmpi/_job/process/run_dir.py
+//                  reads it, by which it knows the rank of a process
+//
+// The first two show the messages of record.h.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +34,11 @@ class PlainRecord {
   // Write the live record.
   void show();
 
-  // Show no live record any more: the rank has a monitor now, which writes its own.
+  // Write no live and no run record any more: the rank has a monitor now, which writes its own.
   void hide();
+
+  // Note in the run record that the process ends in order.
+  void leave_run();
 
   // Write the flight record, over an earlier one; return its path. Its folder is JAXMPI_FLIGHT_DIR,
   // or a private one in the temporary folder. Throw an error where it cannot be written, or not in
@@ -43,6 +49,7 @@ class PlainRecord {
   bool has_named_folder() const { return has_named_folder_; }
 
  private:
+  void enter_run(bool has_left);
   std::string name_of(int64_t fingerprint);
   std::string flight_record(const std::string& why);
   void write_flight_record(const std::string& why);
@@ -56,6 +63,7 @@ class PlainRecord {
   std::mutex mutex_;            // of what follows
   std::map<int64_t, std::string> names_;  // by fingerprint
   int file_;                              // of the live record; -1 where there is none
+  std::string run_folder_;                // of the run record; "" where there is none
   std::timed_mutex dumping_;
 };
 

@@ -19,9 +19,9 @@ PROGRAMS = ("shard_map", "loop", "two axes", "permute", "sharding")
 RANKS = (2, 3, 4)
 # what the job says, and the launcher's last line, in which {last} is the rank that has the fault
 ENDS = {
-    "raise": (r"RuntimeError: a fault on purpose", "the job failed: rank {last} "),
-    "exit 3": (r"ends the job, with code 3", "the job failed: rank {last} "),
-    "kill": (r"", r"the job failed: rank {last} .*was killed by signal 9"),
+    "raise": (r"RuntimeError: a fault on purpose", r"the job failed: rank {last} \(pid \d+ on "),
+    "exit 3": (r"ends the job, with code 3", r"the job failed: rank {last} \(pid \d+ on "),
+    "kill": (r"", r"the job failed: rank {last} \(pid \d+ on .*was killed by signal 9"),
     "stop": (
         r"(it waits for|a permute (to|from)) rank.*It ends the job",
         r"the job failed: rank \d",

@@ -63,10 +63,11 @@ class HostRanks:
 
     def _follow(self, member: Member) -> None:
         """Follow the pipe of a rank, and its process: a child may hold the pipe open."""
-        # suppressed: the rank is gone already, or the kernel has no pidfd
+        # suppressed: the rank is gone already, has no pipe, or the kernel has no pidfd
         with contextlib.suppress(OSError):
             path = f"{self.run_dir}/rank-{member.rank}.pipe"
             self._register(os.open(path, os.O_RDONLY | os.O_NONBLOCK), member)
+        with contextlib.suppress(OSError):
             self._process[member] = os.pidfd_open(member.pid)
             self._register(self._process[member], member)
 
@@ -96,7 +97,8 @@ class HostRanks:
         """
         if self._is_ours() and registry.reported_failures(self.run_dir):
             return True
-        gone = {m.rank for m in self._ended if registry.state(m.pid) == "ended"} - self._in_order
+        followed = [member for member in self._ended if member.notes_end]
+        gone = {m.rank for m in followed if registry.state(m.pid) == "ended"} - self._in_order
         if gone and self._is_ours():
             others = self._members.keys() - gone
             self._in_order.update(

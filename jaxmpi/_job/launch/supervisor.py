@@ -111,7 +111,8 @@ def supervise(
         daemons.close()
         ended, joined, rates = ranks.close(), ranks.members, registry.rates(run_dir)
         preempted = bool(received and ranks.preemptible)
-        in_order = not code and (preempted or not received) and all(m.left for m in joined)
+        left = all(member.left or not member.notes_end for member in joined)
+        in_order = not code and (preempted or not received) and left
         # A job that ended in order may have left processes on purpose: only its ranks are killed.
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
         segments: set[str] = set()
