@@ -4,13 +4,14 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <utility>
 
 namespace jaxmpi::mpi {
 namespace {
 
-// Open MPI's and MPICH's. Plain `libmpi.so` may be a text for the linker.
-constexpr const char* kOpenMpi = "libmpi.so.40";
-constexpr const char* kMpich = "libmpi.so.12";
+// Plain `libmpi.so` may be a text for the linker. Debian's MPICH has the second name of MPICH.
+const std::vector<const char*> kOpenMpi = {"libmpi.so.40"};
+const std::vector<const char*> kMpich = {"libmpi.so.12", "libmpich.so.12"};
 
 // The values of MPICH's handles, which are part of its binary interface.
 constexpr Handle kMpichWorld = 0x44000000, kMpichByte = 0x4c00010d;
@@ -34,23 +35,26 @@ std::string environment_folder() {
 
 // The names to try, the library of the launcher that has started this process first.
 std::vector<std::string> candidates() {
-  std::vector<std::string> paths;
   if (const char* given = std::getenv("JAXMPI_LIBMPI"); given && *given) return {given};
   // not OMPI_COMM_WORLD_SIZE, which `jaxmpi run` sets for JAX under other launchers, too
   const bool open_mpi = std::getenv("OMPI_COMM_WORLD_LOCAL_SIZE") || std::getenv("PMIX_RANK");
-  const char* first = open_mpi ? kOpenMpi : kMpich;
-  const char* second = open_mpi ? kMpich : kOpenMpi;
   const std::string folder = environment_folder();
-  if (!folder.empty()) paths = {folder + first};
-  paths.push_back(first);
-  if (!folder.empty()) paths.push_back(folder + second);
-  paths.push_back(second);
+  std::vector<std::vector<const char*>> libraries = {kMpich, kOpenMpi};
+  if (open_mpi) std::swap(libraries[0], libraries[1]);
+  std::vector<std::string> paths;
+  for (const auto& names : libraries) {
+    if (!folder.empty())
+      for (const char* name : names) paths.push_back(folder + name);
+    paths.insert(paths.end(), names.begin(), names.end());
+  }
   return paths;
 }
 
 void* open() {
-  for (const char* loaded : {kOpenMpi, kMpich}) {
-    if (void* library = dlopen(loaded, RTLD_NOW | RTLD_NOLOAD)) return library;
+  for (const auto& names : {kOpenMpi, kMpich}) {
+    for (const char* name : names) {
+      if (void* loaded = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return loaded;
+    }
   }
   std::string reason;
   for (const std::string& path : candidates()) {
