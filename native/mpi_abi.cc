@@ -125,17 +125,18 @@ void tell_launcher(int code) {
 }
 
 [[noreturn]] void abort_job(int code, const std::string& why = "") {
+  if (process && getpid() != process) std::_Exit(code);  // a forked child is no rank
   dump_at_end(why.empty() ? "code " + std::to_string(code) : why);
   tell_launcher(code);
   std::this_thread::sleep_for(kRelayTime);
   if (const Job* known = job) known->abort(code);
-  std::_Exit(code);  // MPI has not started; the launcher ends the other ranks
+  std::_Exit(code);  // this rank has no communicator yet; the launcher ends the other ranks
 }
 
 // XLA ignores the codes of some functions. What fails there ends the job.
 [[noreturn]] void die(const std::string& text) {
   say(text);
-  abort_job(kFailed);
+  abort_job(kFailed, text);
 }
 
 std::string list(const std::vector<int>& ranks) {
@@ -352,7 +353,6 @@ std::vector<int> members_of(int color, int key, const void* caller) {
 
 // A message from rank to rank.
 struct Message {
-  const Group* group;
   bool sends;
   int other;  // the rank of the job at the other end
   int64_t bytes;
@@ -363,7 +363,7 @@ template <class Start>
 Number start(Number comm, bool sends, int other, int count, Start start) {
   Group& group = group_of(comm);
   auto message = std::make_unique<Message>(
-      Message{&group, sends, group.members.at(static_cast<size_t>(other)), checked(count), {}});
+      Message{sends, group.members.at(static_cast<size_t>(other)), checked(count), {}});
   start(running().library(), group.point_to_point, message->request);
   return reinterpret_cast<Number>(message.release());
 }
@@ -394,15 +394,18 @@ void finish(Number& request) {
 
 // Installed in Python where MPI was started here, as no monitor of jaxmpi watches the rank. JAX
 // waits at exit for all processes, of which some may wait for this one in a collective: so a rank
-// that raises, or leaves with a code, ends the job before. Of other ranks, the thread that watches
-// the waits tells the others that they have left (`leave_when_idle`): Python does not say whether
-// the end is that of the script, or `raise SystemExit(3)`.
+// that raises, or leaves by sys.exit with a code, ends the job before. Of other ranks, the thread
+// that watches the waits tells the others of this node that they have left (`leave_when_idle`):
+// Python does not say whether the end is that of the script, or `raise SystemExit(3)`.
+//
+// A program may catch what sys.exit raises, and go on. Then its outermost frame is not where it was
+// at the call. A forked child has no part in any of it.
 constexpr char kHooks[] = R"(
 def _jaxmpi(end_job, begin_to_leave):
-    import atexit, ctypes, sys
+    import atexit, ctypes, os, sys, threading
     abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
     leaving = ctypes.CFUNCTYPE(None)(begin_to_leave)
-    show, leave, codes = sys.excepthook, sys.exit, []
+    show, leave, process, exits = sys.excepthook, sys.exit, os.getpid(), []
     def end(code):
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -412,18 +415,26 @@ def _jaxmpi(end_job, begin_to_leave):
         abort(code)
     def excepthook(kind, value, trace):
         show(kind, value, trace)
-        end(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if os.getpid() == process:
+            end(130 if issubclass(kind, KeyboardInterrupt) else 1)
     def exit(status=None):
-        codes.append(status)
+        if threading.current_thread() is threading.main_thread():  # in others it ends the thread
+            frame = sys._getframe()
+            while frame.f_back:
+                frame = frame.f_back
+            exits[:] = [(frame, frame.f_lasti, status)]
         leave(status)
     def at_exit():
-        if not codes or codes[-1] in (None, 0):
-            leaving()
+        if os.getpid() != process:
             return
-        status = codes[-1]
-        if not isinstance(status, int):
+        frame, place, status = exits[0] if exits else (None, 0, None)
+        if status in (None, 0) or frame.f_lasti != place:
+            leaving()
+        elif isinstance(status, int):
+            end((status & 255) or 1)
+        else:
             print(status, file=sys.stderr)
-        end(status & 255 or 1 if isinstance(status, int) else 1)
+            end(1)
     sys.excepthook, sys.exit = excepthook, exit
     atexit.register(at_exit)
 _jaxmpi(%END_JOB%, %BEGIN_TO_LEAVE%)
@@ -439,7 +450,7 @@ void end_job(int code) {
 
 void begin_to_leave() { leaving = true; }
 
-// What a rank does that is at the end of its program.
+// What a rank has done so far, to see whether it still does something at the end of its program.
 struct Work {
   int64_t messages, cpu_ns;
 
@@ -450,8 +461,8 @@ struct Work {
   }
 };
 
-// Tell the other ranks that this one has left, when its program is at its end and nothing that it
-// has started goes on: for kIdleTime it has neither communicated nor computed.
+// Tell the other ranks of this node that this one has left, when its program is at its end and
+// nothing that it has started goes on: for kIdleNs it has neither communicated nor computed.
 void leave_when_idle() {
   static int64_t since = 0;
   static Work then;
@@ -489,6 +500,7 @@ void install_hooks() {
 void at_exit(int code, void*) {
   const Job* known = job;
   if (!known || getpid() != process) return;
+  if (PlainRecord* const record = plain_record; record && code == 0) record->leave_run();
   int over = 0;
   if (known->library().finalized(&over) != 0 || over) return;
   if (code != 0) abort_job(code);

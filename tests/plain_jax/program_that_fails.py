@@ -1,9 +1,13 @@
-"""A plain JAX program whose rank 1 fails, or comes late, in the way that its argument names."""
+"""A plain JAX program whose rank 1 does what its argument names: it fails, or comes late, ..."""
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -19,6 +23,30 @@ mesh = jax.make_mesh((n,), ("d",))
 program = jax.jit(
     jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
 )
+
+
+def caught():
+    """Call sys.exit, and go on."""
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+
+
+def show_error():
+    """Show an error as Python does at the end of a program."""
+    sys.excepthook(ValueError, ValueError("of a child"), None)
+    sys.exit(1)
+
+
+def run_forked(act):
+    """Call a function in a forked child, which fails."""
+    child = multiprocessing.get_context("fork").Process(target=act)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, of threads
+        child.start()
+    child.join()
+    assert child.exitcode
+
+
 for i in range(10):
     items = 4
     if i == 5 and rank == 1:
@@ -38,8 +66,20 @@ for i in range(10):
             time.sleep(4)
         if how == "other":
             items = 5
+        if how == "caught":
+            caught()
+        if how == "thread exits":
+            thread = threading.Thread(target=sys.exit, args=(3,))
+            thread.start()
+            thread.join()
+        if how == "child raises":
+            run_forked(show_error)
+        if how == "child exits":
+            run_forked(lambda: sys.exit(3))
     local = np.full((1, items), rank + 1, np.float32)
     x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), local)
     y = np.asarray(program(x).addressable_data(0))
     assert (y == n * (n + 1) / 2).all()
 print("done", flush=True)
+if how == "caught at the end":
+    caught()

@@ -161,6 +161,18 @@ def test_a_rank_that_fails_ends_the_job(how, code, texts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    ["caught", "caught at the end", "thread exits", "child raises", "child exits"],
+)
+def test_what_does_not_end_a_rank_does_not_end_the_job(how):
+    done = started(2, "program_that_fails.py", how)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and said.count("done") == 2, said
+    assert "ends the job" not in said and "failed" not in said, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "ours"])
 def test_the_library_ends_a_job_but_for_a_wait_that_the_monitor_sees(how):
     limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "5"}
