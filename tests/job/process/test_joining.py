@@ -22,7 +22,7 @@ if rank == 1:
         from jaxmpi._job.process.joining import peers
         while not peers()[0].called:
             time.sleep(0.05)
-        time.sleep(1.5)
+        time.sleep(0.5)  # less than JAXMPI_STALL_SECONDS
         sys.exit(0)
     elif what == "raise":
         raise ValueError("boom")
