@@ -67,14 +67,15 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
     else:
         patterns = launchers.names(lambda row: row.verdicts)
         matches = (re.search(pattern, flat) for pattern in patterns)
-        fields = next((_fields(match) for match in matches if match), {}) or _told(text)
+        fields = next((_fields(match) for match in matches if match), {}) or _told_by_rank(text)
     host, rank, pid = fields.pop("host", ""), fields.get("rank"), fields.get("pid")
 
     # MPICH names the host on which a rank ended first, but not the rank. On another host than this
     # one a death reporter has written which rank it was.
     if host and joined and pid not in missing and not same_host(host, joined[0].host):
         for reported in find_marked(text):
-            if reported.pid == pid:
+            # the launcher may name a host by its address
+            if reported.pid == pid and not same_host(reported.host, joined[0].host):
                 fields["rank"] = reported.rank
         return _failure({**fields, "host": host, "joined": True})
 
@@ -99,7 +100,7 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
     return _failure({**fields, "host": host}, missing.values())
 
 
-def _told(text: str) -> dict[str, Any]:
+def _told_by_rank(text: str) -> dict[str, Any]:
     """Return what the first rank that ended the job wrote of itself, as fields.
 
     It counts where the launcher says nothing: Open MPI 4 sends its message about MPI_Abort to

@@ -9,7 +9,6 @@ import contextlib
 import enum
 import json
 import os
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -76,7 +75,8 @@ class Failure:
         exited with, or the launcher's.
         """
         if self.signal:
-            # With another code a rank has ended the job, and the signal is the launcher's own.
+            # Where the launcher ends with another code, a rank has ended the job with that code,
+            # and the launcher has sent this rank the signal.
             reported = {0}
             for row in launchers.LAUNCHERS:
                 if row.killed_code is not None:
@@ -169,9 +169,10 @@ def marked(failures: Sequence[Failure]) -> str:
 
 
 def find_marked(text: str) -> list[Failure]:
-    """Read the records in lines of output that begin with `MARK`."""
+    """Read the records that follow `MARK` in the output; ranks may write into the same line."""
     found: list[Failure] = []
-    for line in re.findall(rf"{MARK}(\[.*\])", text):
-        with contextlib.suppress(ValueError):  # ranks may write into the same line
-            found += from_json(line)
+    for after in text.split(MARK)[1:]:
+        with contextlib.suppress(ValueError):  # another rank has written into the record
+            _, end = json.JSONDecoder().raw_decode(after)
+            found += from_json(after[:end])
     return found

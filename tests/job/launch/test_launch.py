@@ -941,6 +941,14 @@ TOLD = (
             "rank 1 (pid 501 on vm) called MPI_Abort with code 3",
         ),
         (TOLD.replace("HOST", "vm"), [], {}, 3, "rank 1 called MPI_Abort with code 3"),
+        # two ranks have written into one line
+        (
+            "".join(TOLD.replace("HOST", "vm").splitlines()),
+            [],
+            {},
+            3,
+            "rank 1 called MPI_Abort with code 3",
+        ),
         (
             TOLD.replace("HOST", "there"),
             RANKS[:1],
