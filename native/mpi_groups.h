@@ -28,7 +28,7 @@ struct JobPlace {
   int64_t zero_ns = 0;          // now(), at a moment at which all ranks have met
 };
 
-// Some ranks, with what they communicate with. All of them have them in the same order.
+// Some ranks, with what they communicate with. Each of them lists the members in the same order.
 struct Group {
   std::vector<int> members;  // ranks of the job
   int rank = 0;              // this rank's place among them

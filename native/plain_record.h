@@ -4,7 +4,6 @@
 //                  jaxmpi/_job/process/live_record.py describes it
 //   flight record  for `jaxmpi timeline`: rank-N.json, as jaxmpi/_job/monitor/flight_recorder.py
 //                  writes it
-//
 //   run record     for `jaxmpi run`: rank-N.json in its folder, as jaxmpi/_job/process/run_dir.py
 //                  reads it, by which it knows the rank of a process
 //

@@ -1,4 +1,4 @@
-"""A plain JAX program whose rank 1 does what its argument names: it fails, or comes late, ..."""
+"""A plain JAX program whose rank 1 fails, comes late, or seems to fail, as its argument says."""
 
 import contextlib
 import multiprocessing
