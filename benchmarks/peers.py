@@ -15,7 +15,6 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.xla import _towards
 
 COMM = MPI.COMM_WORLD.Dup()
 
@@ -24,7 +23,9 @@ def start_jax(host="localhost"):
     """Start JAX's own processes for gloo, at an address of rank 0, before a backend exists."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # `jaxmpi run` asks for MPI
     if host != "localhost":
-        _jaxcompat.gloo_listens_at(_towards(host))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+            towards.connect((host, 9))  # sends nothing, but chooses the address that leads there
+            _jaxcompat.gloo_listens_at(towards.getsockname()[0])
     port = 0
     if COMM.rank == 0:
         with socket.socket() as probe:

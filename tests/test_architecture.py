@@ -2,7 +2,7 @@
 
 import ast
 import graphlib
-import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -246,6 +246,39 @@ def test_frames_of_other_threads_are_taken_in_one_place_only():
     for name, path in modules():
         if name != "_job.process.stacks":
             assert "_current_frames" not in path.read_text(), name
+
+
+def asked_of_jaxmpi(tree):
+    """Yield (module, name) of all that a script imports from jaxmpi or asks of a module of it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            if node.module.split(".")[0] == "jaxmpi":
+                yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("jaxmpi."):
+            *path, name = ast.unparse(node).split(".")
+            if all(part.isidentifier() for part in path):
+                yield ".".join(path), name
+
+
+def is_module(name):
+    try:
+        return bool(importlib.util.find_spec(name))
+    except (ModuleNotFoundError, AttributeError):  # its parent is no module
+        return False
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "packaging", "tests"])
+def test_scripts_ask_for_names_that_exist(folder):
+    """Long benchmarks and tests run seldom: a name that has moved is found here."""
+    missing = [
+        f"{path}: {module}.{name}"
+        for path in (PACKAGE.parent / folder).rglob("*.py")
+        for module, name in set(asked_of_jaxmpi(ast.parse(path.read_text())))
+        if is_module(module)
+        and not hasattr(importlib.import_module(module), name)
+        and not is_module(f"{module}.{name}")
+    ]
+    assert not missing, missing
 
 
 def test_public_names_are_documented():
