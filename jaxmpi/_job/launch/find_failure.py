@@ -81,7 +81,7 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
 
     # On this host the order in which the ranks ended is known. If the launcher names another pid,
     # it has killed that one itself. A rank that has called MPI_Abort is killed with the others, in
-    # any order: then the first to end is not the one, unless the launcher names the rank.
+    # any order: so the order counts only where the rank that the launcher names was also the first.
     named = "rank" in fields or "abort" not in fields
     if first and named and fields.get("rank", first.member.rank) == first.member.rank:
         confirmed = fields if fields.get("pid", first.member.pid) == first.member.pid else {}
@@ -91,7 +91,8 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
             fields = {**confirmed, **_status_fields(first.status)}
         rank, pid = first.member.rank, first.member.pid
 
-    member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
+    # processes of two hosts may have the same pid
+    member = next((m for m in joined if (m.pid == pid if rank is None else m.rank == rank)), None)
     if member:
         known = {"rank": member.rank, "pid": member.pid, "host": member.host, "joined": True}
         return _failure({**fields, **known})

@@ -987,6 +987,15 @@ TOLD = (
             3,
             "rank 1 (pid 501 on vm) called MPI_Abort with code 3",
         ),
+        (  # of another host, where a process has the pid of a rank of this one
+            OPEN_MPI_KILLED.replace(
+                "rank 1 with PID 501 on node vm", "rank 7 with PID 500 on node x"
+            ),
+            RANKS,
+            {0: 9},
+            137,
+            "rank 7 was killed by signal 9 (SIGKILL)",
+        ),
         (
             OPEN_MPI_4_KILLED,
             RANKS,
