@@ -52,7 +52,12 @@ class HostRanks:
         if self._is_ours():
             for path in Path(self.run_dir).glob("preemptible-*"):
                 self.preemptible.add(int(path.name.partition("-")[2]))
-            for member in registry.members(self.run_dir, skip=self._members):
+            # A rank of plain JAX may call jaxmpi.init later, from when on it notes its end.
+            known = [rank for rank, member in self._members.items() if member.notes_end]
+            for member in registry.members(self.run_dir, skip=known):
+                before = self._members.get(member.rank)
+                if before and not member.notes_end:
+                    continue
                 self._members[member.rank] = member
                 if member.host == os.uname().nodename:
                     self._follow(member)
@@ -97,7 +102,11 @@ class HostRanks:
         """
         if self._is_ours() and registry.reported_failures(self.run_dir):
             return True
-        followed = [member for member in self._ended if member.notes_end]
+        followed = [
+            member
+            for member in self._ended
+            if member.notes_end or _is_killed(_exit_status(self._process.get(member, -1)))
+        ]
         gone = {m.rank for m in followed if registry.state(m.pid) == "ended"} - self._in_order
         if gone and self._is_ours():
             others = self._members.keys() - gone
@@ -116,6 +125,11 @@ class HostRanks:
         for fd in (*self._open, self._epoll.fileno()):
             os.close(fd)
         return ended
+
+
+def _is_killed(status: int | None) -> bool:
+    """Return whether a wait status is known and tells of a signal."""
+    return status is not None and os.WIFSIGNALED(status)
 
 
 def _exit_status(pidfd: int) -> int | None:

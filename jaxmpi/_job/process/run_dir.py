@@ -2,11 +2,11 @@
 
 `jaxmpi run` makes the folder and names it in JAXMPI_RUN_DIR. A rank joins when it starts and leaves
 when it ends in order. A rank that joined and never left has failed, whatever exit code MPI's
-launcher reports. Ranks also write why the job ends, that they refuse the number of ranks, and their
-throughput. By the variable `jaxmpi run` finds the processes of the job, to leave nothing behind.
-
-For a plain JAX program, native/plain_record.cc writes that it joins and leaves. It cannot leave
-where Python does not end, as by `os._exit`.
+launcher reports, unless it is one of plain JAX: native/plain_record.cc writes that it joins and
+leaves, and cannot where Python does not end, as by `os._exit` (`Member.notes_end`). Ranks also
+write why the job ends, that they refuse the number of ranks, and their throughput. By
+JAXMPI_RUN_DIR in their environment `jaxmpi run` finds the processes of the job, to leave nothing
+behind.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Member:
     host: str
     segments: tuple[str, ...] = ()  # the shared-memory files that it maps
     left: bool = False  # whether it has ended in order
-    notes_end: bool = True  # whether it always says so; a program that never imports jaxmpi may not
+    notes_end: bool = True  # whether an end without `left` is a failure; false for plain JAX
 
 
 def join(directory: str, rank: int) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from jaxmpi.__main__ import main
 from jaxmpi._job.launch import mpiexec
 from jaxmpi._job.launch.find_failure import End, find_failure
+from jaxmpi._job.launch.host_ranks import HostRanks
 from jaxmpi._job.launch.machine import Machine, survey
 from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request, parse
@@ -1184,6 +1186,51 @@ def test_registry_join_and_leave(tmp_path):
 def test_registry_join_without_the_directory(tmp_path):
     registry.join(str(tmp_path / "elsewhere"), 1)
     assert registry.members(str(tmp_path / "elsewhere")) == []
+
+
+@pytest.fixture
+def plain_rank(tmp_path):
+    """Yield the process of a rank of plain JAX, its file, and what `jaxmpi run` follows it with.
+
+    It ends when its standard input does.
+    """
+    program = "import sys; sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        member = Member(0, process.pid, os.uname().nodename, notes_end=False)
+        file = tmp_path / "rank-0.json"
+        file.write_text(json.dumps(asdict(member)))
+        ranks = HostRanks(str(tmp_path))
+        ranks.look(0.0)
+        yield process, file, ranks
+
+
+def test_a_plain_rank_that_ends_without_a_word_may_have_ended_in_order(plain_rank):
+    process, _, ranks = plain_rank
+    process.communicate()
+    ranks.look(1.0)
+    assert not ranks.one_has_failed()
+    assert [end.member.pid for end in ranks.close()] == [process.pid]
+
+
+def test_a_plain_rank_that_a_signal_kills_has_failed_where_the_kernel_tells(plain_rank):
+    process, _, ranks = plain_rank
+    process.kill()
+    process.wait()
+    ranks.look(1.0)
+    failed = ranks.one_has_failed()
+    [end] = ranks.close()
+    assert failed == (end.status is not None)
+
+
+def test_a_plain_rank_notes_its_end_once_it_has_called_init(plain_rank):
+    process, file, ranks = plain_rank
+    member = json.loads(file.read_text())
+    file.write_text(json.dumps({**member, "notes_end": True}))
+    ranks.look(0.0)
+    process.communicate()
+    ranks.look(1.0)
+    assert ranks.one_has_failed()
+    assert {end.member.pid for end in ranks.close()} == {process.pid}
 
 
 @pytest.fixture
