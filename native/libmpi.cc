@@ -92,6 +92,11 @@ Library open_library() {
   Dl_info info = {};
   dladdr(reinterpret_cast<void*>(mpi.isend), &info);
   mpi.path = info.dli_fname;
+  if (mpi.path.find("libmpi_abi.") != std::string::npos) {
+    throw std::runtime_error(mpi.path +
+                             " has the handles of MPI's standard ABI, which jaxmpi does not know. "
+                             "Set JAXMPI_LIBMPI to the path of Open MPI's or MPICH's libmpi.so.");
+  }
   if (void* world = dlsym(opened, "ompi_mpi_comm_world")) {  // Open MPI: addresses of objects
     mpi.world = reinterpret_cast<Handle>(world);
     mpi.byte = reinterpret_cast<Handle>(dlsym(opened, "ompi_mpi_byte"));

@@ -11,7 +11,7 @@ namespace jaxmpi::mpi {
 // register of 64 bits. Where MPI writes one, the 8 bytes are zero before.
 using Handle = intptr_t;
 
-constexpr int kThreadMultiple = 3;  // MPI_THREAD_MULTIPLE in all MPIs
+constexpr int kThreadMultiple = 3;  // MPI_THREAD_MULTIPLE of Open MPI and MPICH
 constexpr int kStatusBytes = 64;    // more than any MPI_Status
 
 struct Library {
@@ -41,7 +41,7 @@ struct Library {
 
 // Open the MPI library of this job: the one that the process has loaded already, or the one that
 // JAXMPI_LIBMPI names, or the one of this Python's environment, or the system's. Throw a
-// std::runtime_error where there is none.
+// std::runtime_error where there is none, or it is neither Open MPI's nor MPICH's.
 Library open_library();
 
 // Throw a std::runtime_error with MPI's own words if the code is not 0.
