@@ -92,7 +92,9 @@ std::string map(const char* path, bool make, int64_t bytes, int& file, char*& me
   file = ::open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | (make ? O_CREAT | O_EXCL : 0), 0600);
   if (file < 0) return fail(path);
   // An error now, rather than a bus error later.
-  if (make && (errno = posix_fallocate(file, 0, bytes)) != 0) return fail(path);
+  while (make && (errno = posix_fallocate(file, 0, bytes)) != 0) {
+    if (errno != EINTR) return fail(path);  // older kernels stop at any signal
+  }
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (mapped == MAP_FAILED) return fail("mmap");
   memory = static_cast<char*>(mapped);
