@@ -21,6 +21,7 @@
 #include "clique.h"
 #include "mpi_groups.h"
 #include "mpi_waits.h"
+#include "plain_hooks.h"
 #include "plain_record.h"
 #include "record.h"
 
@@ -34,8 +35,9 @@ constexpr int kFailed = 1;                                   // any code but MPI
 constexpr auto kLauncherTime = std::chrono::seconds(5);      // for the launcher to end the job
 constexpr auto kRelayTime = std::chrono::milliseconds(100);  // for it to pass on our last lines
 constexpr size_t kMostNamed = 16;                            // ranks in a sentence
-constexpr int64_t kIdleNs = 2'000'000'000;                   // before a rank at its end has left
-constexpr size_t kErrorBytes = 500;                          // of XLA's buffer for an error
+constexpr int64_t kIdleNs = 2'000'000'000;     // without work: a rank at its end has left
+constexpr int64_t kArrivalNs = 1'000'000'000;  // for what a rank has sent before its end
+constexpr size_t kErrorBytes = 500;            // of XLA's buffer for an error
 constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
 
 constexpr Number number(Type type) { return kFirstType + static_cast<Number>(type); }
@@ -56,12 +58,15 @@ std::atomic<Job*> job = nullptr;
 std::once_flag began;
 std::atomic<bool> joined = false;  // whether the ranks know each other
 pid_t process = 0;                 // that has called MPI_Init
-std::atomic<bool> lost = false;    // whether another rank has ended in a collective
-thread_local std::string failure;  // the last one of this thread
-// Of a rank that has no monitor. Never destroyed.
+// Whether a collective of this rank has failed because another rank has ended.
+std::atomic<bool> saw_lost_rank = false;
+thread_local std::string failure;       // the last one of this thread
+bool is_in_run = false;                 // of `jaxmpi run`, which has set JAXMPI_RUN_DIR
+std::atomic<bool> has_monitor = false;  // whether one of jaxmpi watches this rank
+// Of a rank that has none. Never destroyed.
 std::atomic<PlainRecord*> plain_record = nullptr;
 std::atomic<bool> asked_for_record = false;  // by SIGUSR1
-std::atomic<bool> leaving = false;           // Python's end has begun
+std::atomic<bool> leaving = false;           // Python's exit has begun, and no failure is known
 
 // Return this rank in digits, by the launcher's variables before MPI has started, or "".
 std::string digits_of_rank() {
@@ -111,23 +116,29 @@ void dump_at_end(const std::string& why) {
   }
 }
 
-// Tell `jaxmpi run` which rank ends the job, in a line that it does not pass on: what MPI's
-// launcher says about it may be lost (Open MPI 4). _job/process/failure.py reads the line.
-void tell_launcher(int code) {
+// A line of output in which a rank tells `jaxmpi run` of a failure, and which it does not pass on:
+// what MPI's launcher says about it may be lost (Open MPI 4). _job/process/failure.py reads it.
+std::string failure_line(const std::string& rank, int64_t pid, const std::string& host,
+                         const std::string& cause) {
+  std::ostringstream line;
+  line << "jaxmpi-failure: [{\"rank\": " << rank << ", \"pid\": " << pid << ", \"host\": \"" << host
+       << "\", \"cause\": " << cause << "}]\n";
+  return line.str();
+}
+
+// Tell `jaxmpi run` that this rank ends the job, unless it fails because another one has.
+void tell_of_abort(int code) {
   const std::string rank = digits_of_rank();
   utsname system = {};
-  if (rank.empty() || !std::getenv("JAXMPI_RUN_DIR") || uname(&system) != 0) return;
-  if (lost) return;  // this rank fails because another one has
-  std::ostringstream line;
-  line << "jaxmpi-failure: [{\"rank\": " << rank << ", \"pid\": " << getpid() << ", \"host\": \""
-       << system.nodename << "\", \"cause\": \"abort\", \"code\": " << code << "}]\n";
-  write_to_stderr(line.str());
+  if (!is_in_run || saw_lost_rank || rank.empty() || uname(&system) != 0) return;
+  write_to_stderr(failure_line(rank, getpid(), system.nodename,
+                               "\"abort\", \"code\": " + std::to_string(code)));
 }
 
 [[noreturn]] void abort_job(int code, const std::string& why = "") {
   if (process && getpid() != process) std::_Exit(code);  // a forked child is no rank
   dump_at_end(why.empty() ? "code " + std::to_string(code) : why);
-  tell_launcher(code);
+  tell_of_abort(code);
   std::this_thread::sleep_for(kRelayTime);
   if (const Job* known = job) known->abort(code);
   std::_Exit(code);  // this rank has no communicator yet; the launcher ends the other ranks
@@ -190,7 +201,7 @@ int64_t checked(int64_t count) {
 // A message on record, where this rank has no monitor of jaxmpi.
 class Recorded {
  public:
-  // Of all members of a group
+  // A collective of a group
   template <class Describe>
   Recorded(Group& group, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
     PlainRecord* const record = plain_record;
@@ -201,7 +212,7 @@ class Recorded {
     entered_.emplace(*group.transport, static_cast<int64_t>(fingerprint), bytes);
     (group_ = &group)->is_inside = true;
   }
-  // To or from one other rank
+  // A message to or from one other rank
   template <class Describe>
   Recorded(int other, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
     PlainRecord* const record = plain_record;
@@ -289,7 +300,7 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
                              ", and another of them in another collective. All ranks must run the "
                              "same programs in the same order");
   } catch (const RankLost& error) {
-    lost = true;
+    saw_lost_rank = true;
     throw std::runtime_error(std::string(error.what()) + ", while this rank was in " + describe());
   }
 }
@@ -353,17 +364,17 @@ std::vector<int> members_of(int color, int key, const void* caller) {
 
 // A message from rank to rank.
 struct Message {
+  const Group* group;
+  int place;  // in the group, of the rank at the other end
   bool sends;
-  int other;  // the rank of the job at the other end
   int64_t bytes;
   alignas(void*) char request[sizeof(void*)];
 };
 
 template <class Start>
-Number start(Number comm, bool sends, int other, int count, Start start) {
+Number start(Number comm, bool sends, int place, int count, Start start) {
   Group& group = group_of(comm);
-  auto message = std::make_unique<Message>(
-      Message{sends, group.members.at(static_cast<size_t>(other)), checked(count), {}});
+  auto message = std::make_unique<Message>(Message{&group, place, sends, checked(count), {}});
   start(running().library(), group.point_to_point, message->request);
   return reinterpret_cast<Number>(message.release());
 }
@@ -372,78 +383,40 @@ void finish(Number& request) {
   if (!request) return;
   const std::unique_ptr<Message> message(reinterpret_cast<Message*>(std::exchange(request, 0)));
   const Library& library = running().library();
-  const std::string end =
-      (message->sends ? "to rank " : "from rank ") + std::to_string(message->other);
-  const Wait wait(
-      [&] { return "a permute " + end + ", of " + std::to_string(message->bytes) + " bytes"; },
-      [] { return std::string(); });
-  const uint64_t direction = mix(message->sends ? 1 : 2, static_cast<uint64_t>(message->other));
-  const Recorded recorded(message->other, mix(direction, static_cast<uint64_t>(message->bytes)),
-                          message->bytes, [&end] { return "a permute " + end; });
+  const int other = message->group->members.at(static_cast<size_t>(message->place));
+  const std::string permute = std::string("a permute ") + (message->sends ? "to" : "from") +
+                              " rank " + std::to_string(other);
+  const auto describe = [&] {
+    return permute + ", of " + std::to_string(message->bytes) + " bytes";
+  };
+  const Wait wait(describe, [] { return std::string(); });
+  const uint64_t direction = mix(message->sends ? 1 : 2, static_cast<uint64_t>(other));
+  const Recorded recorded(other, mix(direction, static_cast<uint64_t>(message->bytes)),
+                          message->bytes, [&permute] { return permute; });
   Backoff backoff(running().crowded(), Backoff::Awaited::kMessages);
+  int64_t ended_ns = 0;  // when the other rank was seen to have ended
   for (;;) {
     int done = 0;
     alignas(int64_t) char status[kStatusBytes];
     check(library, library.test(message->request, &done, status), "MPI_Test");
     if (done) return;
-    backoff.pause();
+    if (!backoff.pause()) continue;
+    const Transport* const transport = message->group->transport.get();
+    if (!transport || !transport->has_ended(message->place)) continue;
+    if (!ended_ns) ended_ns = now();
+    if (now() - ended_ns < kArrivalNs) continue;
+    saw_lost_rank = true;
+    throw std::runtime_error("rank " + std::to_string(other) +
+                             " has ended, while this rank was in " + describe());
   }
 }
 
-// Programs that never import jaxmpi
-
-// Installed in Python where MPI was started here, as no monitor of jaxmpi watches the rank. JAX
-// waits at exit for all processes, of which some may wait for this one in a collective: so a rank
-// that raises, or leaves by sys.exit with a code, ends the job before. Of other ranks, the thread
-// that watches the waits tells the others of this node that they have left (`leave_when_idle`):
-// Python does not say whether the end is that of the script, or `raise SystemExit(3)`.
-//
-// A program may catch what sys.exit raises, and go on. Then its outermost frame is not where it was
-// at the call. A forked child has no part in any of it.
-constexpr char kHooks[] = R"(
-def _jaxmpi(end_job, begin_to_leave):
-    import atexit, ctypes, os, sys, threading
-    abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
-    leaving = ctypes.CFUNCTYPE(None)(begin_to_leave)
-    show, leave, process, exits = sys.excepthook, sys.exit, os.getpid(), []
-    def end(code):
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except Exception:
-                pass
-        abort(code)
-    def excepthook(kind, value, trace):
-        show(kind, value, trace)
-        if os.getpid() == process:
-            end(130 if issubclass(kind, KeyboardInterrupt) else 1)
-    def exit(status=None):
-        if threading.current_thread() is threading.main_thread():  # in others it ends the thread
-            frame = sys._getframe()
-            while frame.f_back:
-                frame = frame.f_back
-            exits[:] = [(frame, frame.f_lasti, status)]
-        leave(status)
-    def at_exit():
-        if os.getpid() != process:
-            return
-        frame, place, status = exits[0] if exits else (None, 0, None)
-        if status in (None, 0) or frame.f_lasti != place:
-            leaving()
-        elif isinstance(status, int):
-            end((status & 255) or 1)
-        else:
-            print(status, file=sys.stderr)
-            end(1)
-    sys.excepthook, sys.exit = excepthook, exit
-    atexit.register(at_exit)
-_jaxmpi(%END_JOB%, %BEGIN_TO_LEAVE%)
-del _jaxmpi
-)";
+// Ranks that no monitor of jaxmpi watches
 
 void end_job(int code) {
-  // The launcher names the rank that has ended first, unless this one is faster.
-  if (lost) std::this_thread::sleep_for(kLauncherTime);
+  // The launcher has time to name the rank that was lost, and would name this one if it were
+  // faster. Of a rank that has only left, no launcher says anything.
+  if (saw_lost_rank) std::this_thread::sleep_for(kLauncherTime);
   say("ends the job, with code " + std::to_string(code) + ".");
   abort_job(code);
 }
@@ -479,33 +452,40 @@ void leave_when_idle() {
   }
 }
 
+template <class Function>
+Function function_of_python(const char* name) {
+  return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+}
+
+// Run plain_hooks.py in a namespace of its own, if this process runs Python.
 void install_hooks() {
-  const auto ensure = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));
-  const auto release = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "PyGILState_Release"));
-  const auto run =
-      reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
-  if (!ensure || !release || !run) return;
-  std::string code = kHooks;
-  const auto fill_in = [&code](const std::string& place, uintptr_t address) {
-    code.replace(code.find(place), place.size(), std::to_string(address));
-  };
-  fill_in("%END_JOB%", reinterpret_cast<uintptr_t>(&end_job));
-  fill_in("%BEGIN_TO_LEAVE%", reinterpret_cast<uintptr_t>(&begin_to_leave));
+  constexpr int kFileInput = 257;  // Py_file_input
+  const auto ensure = function_of_python<int (*)()>("PyGILState_Ensure");
+  const auto release = function_of_python<void (*)(int)>("PyGILState_Release");
+  const auto new_namespace = function_of_python<void* (*)()>("PyDict_New");
+  const auto run = function_of_python<void* (*)(const char*, int, void*, void*)>("PyRun_String");
+  const auto print_error = function_of_python<void (*)()>("PyErr_Print");
+  if (!ensure || !release || !new_namespace || !run || !print_error) return;
+  std::ostringstream code;
+  code << kPlainHooks << "\ninstall(" << reinterpret_cast<uintptr_t>(&end_job) << ", "
+       << reinterpret_cast<uintptr_t>(&begin_to_leave) << ")\n";
   const int state = ensure();
-  run(code.c_str());
+  // The namespace is never released: the hooks live as long as Python.
+  void* const names = new_namespace();
+  if (!run(code.str().c_str(), kFileInput, names, names)) print_error();
   release(state);
 }
 
-// At the end of the process, after Python's. A forked child has no part in it.
+// Run by exit(), after Python has shut down. A forked child has no part in it.
 void at_exit(int code, void*) {
   const Job* known = job;
   if (!known || getpid() != process) return;
   if (PlainRecord* const record = plain_record; record && code == 0) record->leave_run();
   int over = 0;
-  if (known->library().finalized(&over) != 0 || over) return;
-  if (code != 0) abort_job(code);
-  dump_at_end("the end");
-  known->library().finalize();
+  const bool mpi_runs = known->library().finalized(&over) == 0 && !over;
+  if (code != 0 && mpi_runs) abort_job(code);
+  dump_at_end(code ? "code " + std::to_string(code) : "the end");
+  if (mpi_runs && known->started_mpi()) known->library().finalize();
 }
 
 // Say a sentence about a long wait, and where the record of the collectives is.
@@ -514,9 +494,9 @@ void say_and_dump(const std::string& text) {
   say(record ? text + " " + dumped(*record, "a long wait") : text);
 }
 
-// Show what this rank does, and write the flight record if SIGUSR1 has asked for it. The thread
-// that watches the waits calls it several times a second.
-void show_record() {
+// Show what this rank does; let the other ranks know if it has left; and write the flight record if
+// SIGUSR1 has asked for it. The thread that watches the waits calls it several times a second.
+void look_after_rank() {
   PlainRecord* const record = plain_record;
   if (!record) return;
   record->show();
@@ -535,11 +515,25 @@ void start_record() {
   }
 }
 
+// End the job after a long wait. For `jaxmpi run` the ranks that did not come have failed, and not
+// this one.
+void end_waiting() {
+  if (is_in_run && joined) {
+    for (const int rank : Recorded::waits_for().value_or(std::vector<int>())) {
+      const Member& member = running().place().members[static_cast<size_t>(rank)];
+      write_to_stderr(failure_line(std::to_string(rank), member.pid, member.host,
+                                   "\"stalled\", \"joined\": true"));
+    }
+  }
+  abort_job(kFailed, "a long wait");
+}
+
 void begin() {
   std::call_once(began, [] {
     process = getpid();
+    is_in_run = std::getenv("JAXMPI_RUN_DIR");
     // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
-    watch_waits(say_and_dump, [] { abort_job(kFailed, "a long wait"); }, show_record);
+    watch_waits(say_and_dump, end_waiting, look_after_rank);
     try {
       if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
       const Wait wait([] { return std::string("the start of JAX's collectives over MPI"); },
@@ -555,7 +549,7 @@ void begin() {
       die(std::string("cannot start JAX's collectives over MPI: ") + error.what());
     }
     joined = true;
-    if (running().started_mpi()) {
+    if (!has_monitor) {
       on_exit(at_exit, nullptr);
       install_hooks();
       start_record();
@@ -609,8 +603,9 @@ Constant MPIABI_MAX = {number(Op::Max), 0};
 // The monitor of a rank calls it, while a program of jaxmpi is under way on backend xla.
 void jaxmpi_leave_end_to_monitor(int is_left) { leave_end_to_monitor(is_left != 0); }
 
-// A monitor begins to watch this rank, after the library has started MPI, and writes its records.
-void jaxmpi_leave_records_to_monitor() {
+// jaxmpi.init begins: a monitor watches this rank from now on, and writes its records.
+void jaxmpi_leave_rank_to_monitor() {
+  has_monitor = true;
   if (PlainRecord* const record = plain_record.exchange(nullptr)) record->hide();
 }
 

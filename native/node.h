@@ -115,6 +115,9 @@ class Node {
   // of it will come. Those who wait for one find that the rank has ended.
   void leave();
 
+  // Whether another rank has given up that lock, or has ended.
+  bool is_gone(int rank) const;
+
   // When all ranks had laid out the first chunk of the last message, in ns of the steady clock.
   int64_t all_entered_ns() const { return all_entered_ns_; }
 
@@ -127,7 +130,6 @@ class Node {
   bool have(Counter counter, uint64_t value) const;  // whether all other ranks have reached it
   // Throw if a rank has not taken `end` chunks, and never will.
   void look_for_lost(uint64_t end) const;
-  bool is_gone(int rank) const;
   [[noreturn]] void throw_lost(int rank, bool gone) const;
   FingerprintRange pass(const Message& message);
   FingerprintRange agree(const Message& message);

@@ -26,7 +26,8 @@ namespace {
 constexpr const char* kFileName = "jaxmpi-rank";
 constexpr size_t kTextBytes = 1 << 14;  // TEXT_BYTES of live_record.py
 constexpr size_t kCountBytes = 16;      // behind it: programs, which are not counted here
-constexpr size_t kMostHosts = 128, kMostAwaited = 64, kDoingBytes = 200;
+// MAX_HOSTS of _job/monitor/live.py
+constexpr size_t kMostHosts = 256, kMostAwaited = 64, kDoingBytes = 200;
 constexpr auto kDumpTime = std::chrono::seconds(5);  // a folder may be on a server that hangs
 
 // A file descriptor that is closed at the end of its block.
@@ -166,15 +167,15 @@ PlainRecord::PlainRecord(JobPlace place, std::function<std::optional<std::vector
     folder_ = (temporary.empty() ? "/tmp" : temporary) + "/jaxmpi-flight-" +
               std::to_string(getuid()) + "-" + token;
   }
-  enter_run(false);
+  write_run_record(false);
 }
 
 void PlainRecord::leave_run() {
   const std::lock_guard lock(mutex_);
-  enter_run(true);
+  write_run_record(true);
 }
 
-void PlainRecord::enter_run(bool has_left) {
+void PlainRecord::write_run_record(bool has_left) {
   if (run_folder_.empty()) return;
   const Member& mine = place_.members[place_.rank];
   try {
@@ -189,7 +190,8 @@ void PlainRecord::enter_run(bool has_left) {
                 {"notes_end", "false"},
             }));
   } catch (const std::exception&) {
-    // There is no such folder on hosts other than the launcher's.
+    // Most likely this is not the launcher's host, and has no such folder. `jaxmpi run` knows less
+    // of the rank then: what MPI's launcher says of it.
   }
 }
 

@@ -1,4 +1,4 @@
-// The records of a rank that has no monitor, because jaxmpi.init has not started its MPI:
+// The records of a rank that has no monitor, because it has not called jaxmpi.init:
 //
 //   live record    for `jaxmpi top`: the memfd "jaxmpi-rank", with a JSON object, as
 //                  jaxmpi/_job/process/live_record.py describes it
@@ -48,7 +48,7 @@ class PlainRecord {
   bool has_named_folder() const { return has_named_folder_; }
 
  private:
-  void enter_run(bool has_left);
+  void write_run_record(bool has_left);
   std::string name_of(int64_t fingerprint);
   std::string flight_record(const std::string& why);
   void write_flight_record(const std::string& why);

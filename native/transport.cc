@@ -1,5 +1,6 @@
 #include "transport.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "within.h"
@@ -49,6 +50,14 @@ std::vector<int> Transport::missing_ranks() const {
   for (int local : stripes_.front().node->missing_ranks())
     ranks.push_back(topology_.order[topology_.firsts[topology_.node] + local]);
   return ranks;
+}
+
+bool Transport::has_ended(int rank) const {
+  const Node& node = *stripes_.front().node;
+  const auto here = topology_.order.begin() + topology_.firsts[topology_.node];
+  const auto end = here + node.layout().size;
+  const auto found = std::find(here, end, rank);
+  return rank != topology_.rank && found != end && node.is_gone(static_cast<int>(found - here));
 }
 
 void Transport::leave() {

@@ -43,6 +43,9 @@ class Transport {
   // Return the ranks on this node for which this one waits. Any thread may call it.
   std::vector<int> missing_ranks() const;
 
+  // Whether another rank of this node has ended, or has left. Any thread may call it.
+  bool has_ended(int rank) const;
+
   // Let the other ranks of this node know that no message of this rank will come.
   void leave();
 

@@ -193,7 +193,7 @@ def check_ffi(native: Extension) -> None:
 
 
 def sources_digest(folder: Path) -> str:
-    """Return the digest of the C++ sources in a folder; "" where there are none.
+    """Return the digest of the sources in a folder; "" where there are none.
 
     native/CMakeLists.txt forms the same digest when it builds the extension.
     """
@@ -202,7 +202,7 @@ def sources_digest(folder: Path) -> str:
     names = sorted(
         path.name
         for path in folder.iterdir()
-        if path.suffix in (".cc", ".h") or path.name == "CMakeLists.txt"
+        if path.suffix in (".cc", ".h", ".py") or path.name == "CMakeLists.txt"
     )
     files = "".join(
         f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()};" for name in names

@@ -23,7 +23,7 @@ from jaxmpi._backends.native import Native, on_host
 from jaxmpi._backends.native_transports import SHARED_MEMORY
 from jaxmpi._backends.xla import Xla
 from jaxmpi._errors import MPIError
-from jaxmpi._job.process import launchers, settings
+from jaxmpi._job.process import jax_collectives, launchers, settings
 
 __all__ = [
     "check_platforms",
@@ -48,6 +48,7 @@ def join_xla(launched: int, devices: Sequence[int] | None) -> MpiRanks:
       launched: the number of ranks in the launcher's environment.
       devices: as in `jaxmpi.init`.
     """
+    jax_collectives.leave_rank_to_monitor()
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
     gpus = take_device(launched, devices, over_xla=True)
@@ -66,6 +67,7 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
       devices: as in `jaxmpi.init`.
       jax_processes: as in `jaxmpi.init`.
     """
+    jax_collectives.leave_rank_to_monitor()
     asked = settings.get("JAXMPI_TRANSPORT")
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)

@@ -1,6 +1,7 @@
 """A plain JAX program whose rank 1 fails, comes late, or seems to fail, as its argument says."""
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -14,15 +15,30 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-jax.distributed.initialize()
 how = sys.argv[1]
+if how.endswith("beside mpi4py"):
+    importlib.import_module("mpi4py.MPI")  # starts MPI
+jax.distributed.initialize()
 if how == "start" and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     time.sleep(3)
 n, rank = jax.process_count(), jax.process_index()
 mesh = jax.make_mesh((n,), ("d",))
+permutes = how.endswith("permute")
+pairs = [(i, (i + 1) % n) for i in range(n)]
 program = jax.jit(
-    jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "d", pairs) if permutes else jax.lax.psum(x, "d"),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+    )
 )
+
+
+def print(*texts):
+    """Print without waiting; what runs beside the program must not call it."""
+    sys.stdout.write(" ".join(map(str, texts)) + "\n")
+    sys.stdout.flush()
 
 
 def caught():
@@ -50,13 +66,20 @@ def run_forked(act):
 for i in range(10):
     items = 4
     if i == 5 and rank == 1:
-        if how == "raise":
+        if how.startswith("raise"):
             raise ValueError("of rank 1")
         if how == "exit":
             sys.exit(3)
+        if how == "exit in try":
+            try:
+                sys.exit(3)
+            finally:
+                print("cleans up")
+        if how == "exit()":
+            exit(3)
         if how == "text":
             sys.exit("rank 1 gives up")
-        if how == "leave":
+        if how.startswith("leave"):
             sys.exit(0)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +102,10 @@ for i in range(10):
     local = np.full((1, items), rank + 1, np.float32)
     x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), local)
     y = np.asarray(program(x).addressable_data(0))
-    assert (y == n * (n + 1) / 2).all()
-print("done", flush=True)
+    assert (y == ((rank - 1) % n + 1 if permutes else n * (n + 1) / 2)).all()
+print("done")
 if how == "caught at the end":
     caught()
+if how == "caught, and exit 0":
+    caught()
+    raise SystemExit(0)

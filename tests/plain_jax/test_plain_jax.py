@@ -127,6 +127,14 @@ def check_threads(calls):
         ("none", 0, ["done"]),
         ("raise", 1, ["ValueError: of rank 1", "the job failed: rank 1 "]),
         ("exit", 3, ["rank 1 ends the job, with code 3", "the job failed: rank 1 "]),
+        ("exit in try", 3, ["cleans up", "rank 1 ends the job, with code 3"]),
+        ("exit()", 3, ["rank 1 ends the job, with code 3", "the job failed: rank 1 "]),
+        ("raise beside mpi4py", 1, ["ValueError: of rank 1", "the job failed: rank 1 "]),
+        (
+            "leave permute",
+            1,
+            ["rank 1 has ended, while this rank was in a permute ", " rank 1, of 16 bytes"],
+        ),
         ("text", 1, ["rank 1 gives up", "the job failed: rank 1 "]),
         ("kill", None, ["the job failed: rank 1 "]),
         (
@@ -137,7 +145,7 @@ def check_threads(calls):
                 "float32 (sum), 16 bytes, with ranks 0, 1",
             ],
         ),
-        ("stop", 1, ["it waits for rank 1. It ends the job."]),
+        ("stop", 1, ["it waits for rank 1. It ends the job.", "the job failed: rank 1 (pid "]),
         (
             "other",
             1,
@@ -163,7 +171,10 @@ def test_a_rank_that_fails_ends_the_job(how, code, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    ["caught", "caught at the end", "thread exits", "child raises", "child exits"],
+    [
+        *("caught", "caught at the end", "caught, and exit 0", "thread exits"),
+        *("child raises", "child exits", "none beside mpi4py"),
+    ],
 )
 def test_what_does_not_end_a_rank_does_not_end_the_job(how):
     done = started(2, "program_that_fails.py", how)

@@ -12,7 +12,6 @@ from collections import deque
 
 from jaxmpi import _jaxcompat
 from jaxmpi._job.monitor.monitor import Monitor, doing
-from jaxmpi._job.process import jax_collectives
 from jaxmpi._job.process.busy import work
 from jaxmpi._job.process.live_record import Writer
 
@@ -35,7 +34,6 @@ class Live:
         self._counts: deque[tuple[float, int]] = deque(
             maxlen=1 + round(SAMPLE_RATE_SECONDS / RECORD_EVERY_SECONDS)
         )
-        jax_collectives.leave_records_to_monitor()
         # Without memory for the record, `jaxmpi top` does not show this rank; the job goes on.
         with contextlib.suppress(OSError):
             self._writer = Writer()

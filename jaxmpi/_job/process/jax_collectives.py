@@ -22,7 +22,7 @@ __all__ = [
     "MPI_VARIABLE",
     "find_library",
     "leave_end_to_monitor",
-    "leave_records_to_monitor",
+    "leave_rank_to_monitor",
     "only_cpus",
     "unknown_symbols",
     "why_not",
@@ -63,11 +63,14 @@ def leave_end_to_monitor(is_left: bool) -> None:
         library.jaxmpi_leave_end_to_monitor(int(is_left))
 
 
-def leave_records_to_monitor() -> None:
-    """Have the library show no record of this rank any more: a monitor begins to write it."""
+def leave_rank_to_monitor() -> None:
+    """Have the library neither watch this rank nor write its records: a monitor is about to.
+
+    It must be told before JAX makes its devices, for which the library starts.
+    """
     library = _loaded_library()
     if library is not None:
-        library.jaxmpi_leave_records_to_monitor()
+        library.jaxmpi_leave_rank_to_monitor()
 
 
 @cache

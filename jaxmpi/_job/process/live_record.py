@@ -6,7 +6,7 @@ jaxmpi-rank    a JSON object that the rank's monitor writes twice a second (`Wri
                it the numbers of the programs that the rank has entered and left
 jaxmpi-events  the ring of the last messages, which the native transport records (native/record.h)
 
-Where jaxmpi.init has not started MPI, the library for plain JAX writes the first one, too
+Where a program has not called jaxmpi.init, the library for plain JAX writes the first one, too
 (native/plain_record.cc).
 
 They are memory: nothing is left of them when the rank has ended, and they can be read while it is

@@ -32,9 +32,9 @@ SILENT_HOST_SECONDS = 10.0  # after which a host that says nothing is reported
 class Look(TypedDict):
     """One rank at one moment; a record that JSON holds.
 
-    The rank writes the first part itself, twice a second (`_job/monitor/live.py`; where jaxmpi.init
-    has not started MPI, native/plain_record.cc). The last seven
-    are of the process that looks. Nanoseconds are those of `time.monotonic_ns` on the rank's host.
+    The rank writes the first part itself, twice a second (`_job/monitor/live.py`; where it has not
+    called jaxmpi.init, native/plain_record.cc). The last seven are of the process that looks.
+    Nanoseconds are those of `time.monotonic_ns` on the rank's host.
     """
 
     job: str  # process and host of its rank 0
