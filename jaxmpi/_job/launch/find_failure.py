@@ -70,13 +70,18 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
         fields = next((_fields(match) for match in matches if match), {}) or _told_by_rank(text)
     host, rank, pid = fields.pop("host", ""), fields.get("rank"), fields.get("pid")
 
-    # MPICH names the host on which a rank ended first, but not the rank. On another host than this
-    # one a death reporter has written which rank it was.
-    if host and joined and pid not in missing and not same_host(host, joined[0].host):
-        for reported in find_marked(text):
-            # the launcher may name a host by its address
-            if reported.pid == pid and not same_host(reported.host, joined[0].host):
-                fields["rank"] = reported.rank
+    # MPICH names the host on which a rank ended first, maybe by its address, but not the rank. On
+    # another host than this one a death reporter has written which rank it was. Its pid may be that
+    # of a rank of this host, too.
+    reported = [
+        failure
+        for failure in find_marked(text)
+        if failure.pid == pid and joined and not same_host(failure.host, joined[0].host)
+    ]
+    is_away = host and joined and not same_host(host, joined[0].host)
+    if is_away and (reported or pid not in missing):
+        if reported:
+            fields["rank"] = reported[-1].rank
         return _failure({**fields, "host": host, "joined": True})
 
     # On this host the order in which the ranks ended is known. If the launcher names another pid,

@@ -52,12 +52,9 @@ class HostRanks:
         if self._is_ours():
             for path in Path(self.run_dir).glob("preemptible-*"):
                 self.preemptible.add(int(path.name.partition("-")[2]))
-            # A rank of plain JAX may call jaxmpi.init later, from when on it notes its end.
-            known = [rank for rank, member in self._members.items() if member.notes_end]
+            known = {rank for rank in self._members if not self._has_called_init_since(rank)}
             for member in registry.members(self.run_dir, skip=known):
-                before = self._members.get(member.rank)
-                if before and not member.notes_end:
-                    continue
+                self._forget(member.rank)
                 self._members[member.rank] = member
                 if member.host == os.uname().nodename:
                     self._follow(member)
@@ -66,12 +63,27 @@ class HostRanks:
             self._ended.setdefault(self._open[events[0][0]])
             timeout_seconds = 0.0
 
+    def _has_called_init_since(self, rank: int) -> bool:
+        """Return whether a rank that was one of plain JAX has called jaxmpi.init, and so joined."""
+        is_plain = not self._members[rank].notes_end
+        return is_plain and os.path.exists(self._pipe(rank))
+
+    def _pipe(self, rank: int) -> str:
+        return f"{self.run_dir}/rank-{rank}.pipe"
+
+    def _forget(self, rank: int) -> None:
+        """Follow a rank no more, if it was followed."""
+        for fd in [fd for fd, member in self._open.items() if member.rank == rank]:
+            self._process.pop(self._open.pop(fd), None)
+            with contextlib.suppress(OSError):  # it has ended, and been unregistered
+                self._epoll.unregister(fd)
+            os.close(fd)
+
     def _follow(self, member: Member) -> None:
         """Follow the pipe of a rank, and its process: a child may hold the pipe open."""
         # suppressed: the rank is gone already, has no pipe, or the kernel has no pidfd
         with contextlib.suppress(OSError):
-            path = f"{self.run_dir}/rank-{member.rank}.pipe"
-            self._register(os.open(path, os.O_RDONLY | os.O_NONBLOCK), member)
+            self._register(os.open(self._pipe(member.rank), os.O_RDONLY | os.O_NONBLOCK), member)
         with contextlib.suppress(OSError):
             self._process[member] = os.pidfd_open(member.pid)
             self._register(self._process[member], member)
@@ -98,7 +110,8 @@ class HostRanks:
     def one_has_failed(self) -> bool:
         """Return whether a rank of this host has ended without `leave`, or one has told a failure.
 
-        A rank may tell a failure before it has joined.
+        A rank may tell a failure before it has joined. One of plain JAX that ends without `leave`
+        has failed if a signal has killed it.
         """
         if self._is_ours() and registry.reported_failures(self.run_dir):
             return True

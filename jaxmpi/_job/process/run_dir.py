@@ -72,7 +72,7 @@ class Member:
     host: str
     segments: tuple[str, ...] = ()  # the shared-memory files that it maps
     left: bool = False  # whether it has ended in order
-    notes_end: bool = True  # whether an end without `left` is a failure; false for plain JAX
+    notes_end: bool = True  # whether an end without `left` is a failure in any case
 
 
 def join(directory: str, rank: int) -> None:

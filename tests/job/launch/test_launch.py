@@ -1110,6 +1110,13 @@ TOLD = (
             9,
             "rank 7 (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)",
         ),
+        (  # with the pid of a rank of this host
+            f"{NAMED}{MPICH_AWAY}".replace("77", "501"),
+            RANKS,
+            {1: 9},
+            9,
+            "rank 7 (pid 501 on 192.0.2.7) was killed by signal 9 (SIGKILL)",
+        ),
         (
             MPICH_AWAY.replace("77", "501"),
             RANKS,
@@ -1225,12 +1232,13 @@ def test_a_plain_rank_that_a_signal_kills_has_failed_where_the_kernel_tells(plai
 def test_a_plain_rank_notes_its_end_once_it_has_called_init(plain_rank):
     process, file, ranks = plain_rank
     member = json.loads(file.read_text())
+    os.mkfifo(file.with_suffix(".pipe"))  # as `run_dir.join` does
     file.write_text(json.dumps({**member, "notes_end": True}))
     ranks.look(0.0)
     process.communicate()
     ranks.look(1.0)
     assert ranks.one_has_failed()
-    assert {end.member.pid for end in ranks.close()} == {process.pid}
+    assert [end.member.pid for end in ranks.close()] == [process.pid]
 
 
 @pytest.fixture
