@@ -3,37 +3,58 @@
 The library runs this text in the program's Python (mpi_abi.cc), in a namespace of its own, where no
 monitor of jaxmpi watches the rank. JAX waits at exit for all processes, of which some may wait for
 this one in a collective: a rank that raises, or leaves by sys.exit with a code, ends the job before
-that. Of another rank nothing is known: it may have come to its end in order, or by
-`raise SystemExit(3)`. It begins to leave.
+that. A rank that ends in any other way (at its last line, or by `raise SystemExit(3)`) may have
+succeeded or failed. It only begins to leave: see `leave_when_idle` in mpi_abi.cc.
 """
 
 import atexit
 import builtins
 import contextlib
 import ctypes
+import opcode
 import os
 import sys
 import threading
+import weakref
 
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes, the last one of Ctrl-C
+RERAISES = {("RERAISE", 0), ("RERAISE", 1), ("RERAISE", 2), ("RAISE_VARARGS", 0)}
 
 
-# What sys.exit was given, of calls that nothing has caught. After the first one come those that it
-# has replaced: `except SystemExit: sys.exit(2)`.
-uncaught = []
+class Program:
+    """The program of this process: its outermost frame, and the calls of sys.exit in it."""
+
+    def __init__(self):
+        in_main = threading.current_thread() is threading.main_thread()
+        self.process = os.getpid()  # a forked child is no rank
+        self.frame = outermost_frame() if in_main else None
+        self.exits = weakref.WeakSet()
+        self.statuses = []  # of those that nothing has caught, dropped at the program's end
+
+    def has_ended(self):
+        """Return whether Python runs what is called in the main thread after the program."""
+        in_main = threading.current_thread() is threading.main_thread()
+        return in_main and outermost_frame() is not self.frame
+
+    def status(self):
+        """Return what the sys.exit that has ended the program was given; None without one."""
+        if self.statuses:
+            return self.statuses[-1]
+        # A cycle of references keeps one alive, as in absl.app.run.
+        return next((error.code for error in self.exits if is_uncaught(error)), None)
 
 
 class Exit(SystemExit):
     """What sys.exit raises here, and Python takes for its own SystemExit.
 
-    Where nothing catches it, Python drops it after the last frame of the main thread has ended, and
-    before it calls the functions of atexit. What is caught is dropped in a frame, or later.
+    Where nothing catches it, Python drops it after the program's last frame and before it calls the
+    functions of atexit, unless something else refers to it. One that was caught is dropped while
+    frames run, or together with the SystemExit that has replaced it.
     """
 
     def __del__(self):
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and sys._getframe().f_back is None:
-            uncaught.append(self.code)
+        if program.has_ended() and is_uncaught(self):
+            program.statuses.append(self.code)
 
     def __reduce__(self):  # another process knows Python's own class
         return SystemExit, self.args
@@ -44,11 +65,42 @@ Exit.__name__ = Exit.__qualname__ = "SystemExit"
 Exit.__module__ = "builtins"
 
 
+def outermost_frame():
+    """Return the outermost frame of this thread."""
+    frame = sys._getframe()
+    while frame.f_back:
+        frame = frame.f_back
+    return frame
+
+
+def is_uncaught(error):
+    """Return whether an exception has left the last frame that had caught it, by itself.
+
+    After the program's end. Up to Python 3.11 a traceback begins there; later ones begin with the
+    outermost frame. There, `except` or `with` may have ended the exception, or replaced it.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return True
+    place, code = trace.tb_frame.f_lasti, trace.tb_frame.f_code.co_code
+    return place == trace.tb_lasti or (opcode.opname[code[place]], code[place + 1]) in RERAISES
+
+
 def exit(status=None, /):
     """Exit the interpreter, as sys.exit does."""
     if isinstance(status, SystemExit):
-        raise status
-    raise Exit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
+        status = status.args
+    error = Exit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
+    if threading.current_thread() is threading.main_thread() and not program.has_ended():
+        program.exits.add(error)
+    raise error
+
+
+def exit_code(status):
+    """Return the exit code that Python makes of what sys.exit is given."""
+    if not isinstance(status, int):
+        return OK if status is None else FAILED  # it has printed a text already
+    return status & 0xFF if abs(status) < 1 << 63 else 0xFF
 
 
 def install(end_job, begin_to_leave):
@@ -60,7 +112,7 @@ def install(end_job, begin_to_leave):
     """
     end_job = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
     begin_to_leave = ctypes.CFUNCTYPE(None)(begin_to_leave)
-    show, rank = sys.excepthook, os.getpid()  # a forked child is no rank
+    show = sys.excepthook
 
     def end(code):
         for stream in (sys.stdout, sys.stderr):
@@ -70,14 +122,14 @@ def install(end_job, begin_to_leave):
 
     def excepthook(kind, error, trace):
         show(kind, error, trace)
-        if os.getpid() == rank:
+        # A program may call it itself, and a prompt goes on.
+        if os.getpid() == program.process and program.has_ended() and not sys.flags.interactive:
             end(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED)
 
     def at_exit():
-        if os.getpid() != rank:
+        if os.getpid() != program.process:
             return
-        status = uncaught[0] if uncaught and uncaught[0] is not None else OK
-        code = status & 0xFF if isinstance(status, int) else FAILED  # and Python has printed it
+        code = exit_code(program.status())
         if code == OK:
             begin_to_leave()
         else:
@@ -105,3 +157,6 @@ def replace_exit():
             exit(code)
 
         type(shell).__call__ = quit
+
+
+program = Program()

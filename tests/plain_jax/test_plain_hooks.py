@@ -9,16 +9,46 @@ import pytest
 HOOKS = Path(__file__).parents[2] / "native" / "plain_hooks.py"
 PROGRAM = f"""
 from sys import exit as exit_of_sys
-import contextlib, ctypes, os, pickle, sys, threading
+import argparse, asyncio, atexit, code, contextlib, ctypes, os, pickle, sys, threading
 hooks = {{}}
 exec(open({str(HOOKS)!r}).read(), hooks)
 end = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda code: os.write(1, b"ends with %d\\n" % code))
 leave = ctypes.CFUNCTYPE(None)(lambda: os.write(1, b"leaves\\n"))
 hooks["install"](*(ctypes.cast(f, ctypes.c_void_p).value for f in (end, leave)))
-print = None
+print = None  # the hooks do not use the names of the program
 def catch(*status):
     with contextlib.suppress(SystemExit):
         sys.exit(*status)
+def leave_by(act, *arguments):
+    act(*arguments)
+def replace(error):
+    try:
+        sys.exit(3)
+    except SystemExit:
+        raise error
+def keep_and_raise():
+    try:
+        sys.exit(3)
+    except BaseException as error:
+        kept = error  # a cycle: error, traceback, frame
+        raise
+async def coroutine():
+    sys.exit(3)
+@contextlib.contextmanager
+def cleaning():
+    try:
+        yield
+    finally:
+        os.getpid()
+class Replacing:
+    __enter__ = lambda self: None
+    def __exit__(self, *error):
+        raise SystemExit(0)
+def show_error():
+    try:
+        raise ValueError
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
 """
 ENDS = {  # how a program ends: what the hooks say
     "": "leaves",
@@ -28,33 +58,58 @@ ENDS = {  # how a program ends: what the hooks say
     "sys.exit(256)": "leaves",  # 0 for the system
     "sys.exit(3)": "ends with 3",
     "sys.exit(-1)": "ends with 255",
+    "sys.exit(2**64)": "ends with 255",
     "sys.exit('text')": "ends with 1",
     "sys.exit((1, 2))": "ends with 1",
+    "sys.exit(SystemExit(3))": "ends with 3",
     "exit(3)": "ends with 3",
     "quit(3)": "ends with 3",
     "exit_of_sys(3)": "ends with 3",
+    "leave_by(leave_by, sys.exit, 3)": "ends with 3",
+    "argparse.ArgumentParser().parse_args(['--unknown'])": "ends with 2",
     "raise ValueError": "ends with 1",
     "raise KeyboardInterrupt": "ends with 130",
+    # caught
     "catch(3)": "leaves",
     "catch(3); raise SystemExit(0)": "leaves",
     "catch(3); sys.exit(4)": "ends with 4",
-    "raise SystemExit(3)": "leaves",  # nobody sees that one
+    "try: sys.exit(3)\nexcept SystemExit as error: kept = error": "leaves",
+    "try: keep_and_raise()\nexcept SystemExit: pass": "leaves",
+    # caught, and raised again
     "try: sys.exit(3)\nfinally: 1": "ends with 3",
     "try: sys.exit(3)\nexcept ValueError: 1": "ends with 3",
     "try: sys.exit(3)\nexcept SystemExit: raise": "ends with 3",
     "try: sys.exit(3)\nexcept SystemExit as error: raise error": "ends with 3",
+    "with cleaning(): sys.exit(3)": "ends with 3",
+    "with contextlib.ExitStack() as stack: stack.callback(os.getpid); sys.exit(3)": "ends with 3",
+    "keep_and_raise()": "ends with 3",
+    "asyncio.run(coroutine())": "ends with 3",
+    # replaced
     "try: sys.exit(3)\nexcept SystemExit as error: sys.exit(error.code + 1)": "ends with 4",
     "try: sys.exit(3)\nexcept SystemExit: sys.exit(0)": "leaves",
+    "try: sys.exit(3)\nexcept SystemExit: raise SystemExit(0)": "leaves",
+    "try: sys.exit(3)\nfinally: raise SystemExit(0)": "leaves",
+    "with Replacing(): sys.exit(3)": "leaves",
+    "replace(SystemExit(0))": "leaves",
+    "replace(ValueError())": "ends with 1",
+    # elsewhere
     "def f():\n  yield 1\n  sys.exit(3)\nfor x in f(): pass": "ends with 3",
     "thread = threading.Thread(target=sys.exit, args=(3,)); thread.start()": "leaves",
+    "atexit.register(sys.exit, 3)": "leaves",
+    "atexit.register(catch, 3)": "leaves",
+    "code.InteractiveInterpreter().runcode('1 / 0')": "leaves",
+    "show_error()": "leaves",
+    "thread = threading.Thread(target=show_error); thread.start()": "leaves",
     "if not os.fork(): sys.exit(3)\nos.wait()": "leaves",
     "if not os.fork(): raise ValueError\nos.wait()": "leaves",
 }
+SEEN_BY_NOBODY = "raise SystemExit(3)"
 
 
 @pytest.mark.parametrize("as_module", [False, True])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [*ENDS, SEEN_BY_NOBODY])
 def test_the_end_of_a_program_is_seen(end, as_module, tmp_path):
+    """What the hooks say first is what Python's exit code says."""
     (tmp_path / "program.py").write_text(PROGRAM + end)
     done = subprocess.run(
         [sys.executable, *(["-m", "program"] if as_module else ["program.py"])],
@@ -64,7 +119,11 @@ def test_the_end_of_a_program_is_seen(end, as_module, tmp_path):
         timeout=60,
         check=False,
     )
-    assert done.stdout.splitlines()[:1] == [ENDS[end]], done.stderr
+    said = ENDS.get(end, "leaves")
+    assert done.stdout.splitlines()[:1] == [said], done.stderr
+    code = done.returncode & 0xFF if done.returncode >= 0 else 130  # by SIGINT
+    if end != SEEN_BY_NOBODY:
+        assert said == (f"ends with {code}" if code else "leaves")
 
 
 def test_what_sys_exit_raises_looks_like_pythons_own(tmp_path):
