@@ -61,8 +61,8 @@ pid_t process = 0;                 // that has called MPI_Init
 // Whether a collective of this rank has failed because another rank has ended.
 std::atomic<bool> saw_lost_rank = false;
 thread_local std::string failure;       // the last one of this thread
-bool is_in_run = false;                 // of `jaxmpi run`, which has set JAXMPI_RUN_DIR
-std::atomic<bool> has_monitor = false;  // whether one of jaxmpi watches this rank
+bool is_in_run = false;                 // whether `jaxmpi run` has started this rank
+std::atomic<bool> has_monitor = false;  // whether jaxmpi.init has begun; its monitor comes later
 // Of a rank that has none. Never destroyed.
 std::atomic<PlainRecord*> plain_record = nullptr;
 std::atomic<bool> asked_for_record = false;  // by SIGUSR1
@@ -116,8 +116,9 @@ void dump_at_end(const std::string& why) {
   }
 }
 
-// A line of output in which a rank tells `jaxmpi run` of a failure, and which it does not pass on:
-// what MPI's launcher says about it may be lost (Open MPI 4). _job/process/failure.py reads it.
+// A line of output in which a rank tells `jaxmpi run` of a failure, its own or that of another
+// rank. It does not pass it on. What MPI's launcher says may be lost (Open MPI 4).
+// _job/process/failure.py reads the line.
 std::string failure_line(const std::string& rank, int64_t pid, const std::string& host,
                          const std::string& cause) {
   std::ostringstream line;
@@ -133,6 +134,16 @@ void tell_of_abort(int code) {
   if (!is_in_run || saw_lost_rank || rank.empty() || uname(&system) != 0) return;
   write_to_stderr(failure_line(rank, getpid(), system.nodename,
                                "\"abort\", \"code\": " + std::to_string(code)));
+}
+
+// Tell `jaxmpi run` that others have waited for some ranks in vain.
+void tell_of_missing(const std::vector<int>& ranks) {
+  if (!is_in_run) return;
+  for (const int rank : ranks) {
+    const Member& member = job.load()->place().members[static_cast<size_t>(rank)];
+    write_to_stderr(failure_line(std::to_string(rank), member.pid, member.host,
+                                 "\"stalled\", \"joined\": true"));
+  }
 }
 
 [[noreturn]] void abort_job(int code, const std::string& why = "") {
@@ -196,6 +207,28 @@ int64_t checked(int64_t count) {
     throw std::runtime_error(
         "an array has 2^31 elements or more, and MPI counts them in an int. Divide it");
   return count;
+}
+
+// The ranks of the first collective that has failed because one of them has ended, as far as they
+// had not come to it. Never destroyed.
+std::vector<int>& all_lost_ranks() {
+  static auto& ranks = *new std::vector<int>;
+  return ranks;
+}
+std::mutex& lost_mutex() {
+  static auto& mutex = *new std::mutex;
+  return mutex;
+}
+
+std::vector<int> lost_ranks() {
+  const std::lock_guard lock(lost_mutex());
+  return all_lost_ranks();
+}
+
+void note_lost(std::vector<int> ranks) {
+  const std::lock_guard lock(lost_mutex());
+  if (!saw_lost_rank) all_lost_ranks() = std::move(ranks);
+  saw_lost_rank = true;
 }
 
 // A message on record, where this rank has no monitor of jaxmpi.
@@ -273,9 +306,13 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   const auto describe = [&group, what, array] {
     return what() + ", " + std::to_string(array.bytes()) + " bytes, with " + list(group.members);
   };
-  const auto missing = [&group] {
+  const auto missing_ranks = [&group] {
     std::vector<int> ranks;
     for (int member : group.transport->missing_ranks()) ranks.push_back(group.members[member]);
+    return ranks;
+  };
+  const auto missing = [missing_ranks] {
+    const std::vector<int> ranks = missing_ranks();
     return ranks.empty() ? std::string() : "it waits for " + list(ranks);
   };
   const int offset =
@@ -300,7 +337,7 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
                              ", and another of them in another collective. All ranks must run the "
                              "same programs in the same order");
   } catch (const RankLost& error) {
-    saw_lost_rank = true;
+    note_lost(missing_ranks());
     throw std::runtime_error(std::string(error.what()) + ", while this rank was in " + describe());
   }
 }
@@ -405,7 +442,7 @@ void finish(Number& request) {
     if (!transport || !transport->has_ended(message->place)) continue;
     if (!ended_ns) ended_ns = now();
     if (now() - ended_ns < kArrivalNs) continue;
-    saw_lost_rank = true;
+    note_lost({other});
     throw std::runtime_error("rank " + std::to_string(other) +
                              " has ended, while this rank was in " + describe());
   }
@@ -414,14 +451,20 @@ void finish(Number& request) {
 // Ranks that no monitor of jaxmpi watches
 
 void end_job(int code) {
-  // The launcher has time to name the rank that was lost, and would name this one if it were
-  // faster. Of a rank that has only left, no launcher says anything.
-  if (saw_lost_rank) std::this_thread::sleep_for(kLauncherTime);
+  if (has_monitor) return;  // which ends the job itself
+  if (saw_lost_rank) {
+    // Wait, so that MPI's launcher can name the rank that was lost: if this rank aborted first, the
+    // launcher would name it. Where the other one has only left, the launcher does nothing.
+    std::this_thread::sleep_for(kLauncherTime);
+    tell_of_missing(lost_ranks());
+  }
   say("ends the job, with code " + std::to_string(code) + ".");
   abort_job(code);
 }
 
-void begin_to_leave() { leaving = true; }
+void begin_to_leave() {
+  if (!has_monitor) leaving = true;
+}
 
 // What a rank has done so far, to see whether it still does something at the end of its program.
 struct Work {
@@ -515,16 +558,10 @@ void start_record() {
   }
 }
 
-// End the job after a long wait. For `jaxmpi run` the ranks that did not come have failed, and not
-// this one.
+// End the job after a long wait. For `jaxmpi run` the ranks that did not come have failed, rather
+// than this one, of which the line about its abort comes after theirs.
 void end_waiting() {
-  if (is_in_run && joined) {
-    for (const int rank : Recorded::waits_for().value_or(std::vector<int>())) {
-      const Member& member = running().place().members[static_cast<size_t>(rank)];
-      write_to_stderr(failure_line(std::to_string(rank), member.pid, member.host,
-                                   "\"stalled\", \"joined\": true"));
-    }
-  }
+  if (joined) tell_of_missing(Recorded::waits_for().value_or(std::vector<int>()));
   abort_job(kFailed, "a long wait");
 }
 

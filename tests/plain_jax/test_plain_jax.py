@@ -133,7 +133,10 @@ def check_threads(calls):
         (
             "leave permute",
             1,
-            ["rank 1 has ended, while this rank was in a permute ", " rank 1, of 16 bytes"],
+            [
+                *("rank 1 has ended, while this rank was in a permute ", " rank 1, of 16 bytes"),
+                "the job failed: rank 1 (pid ",
+            ],
         ),
         ("text", 1, ["rank 1 gives up", "the job failed: rank 1 "]),
         ("kill", None, ["the job failed: rank 1 "]),
@@ -143,6 +146,7 @@ def check_threads(calls):
             [
                 "local rank 1 of this node has ended, while this rank was in an all-reduce of 4 "
                 "float32 (sum), 16 bytes, with ranks 0, 1",
+                "the job failed: rank 1 (pid ",
             ],
         ),
         ("stop", 1, ["it waits for rank 1. It ends the job.", "the job failed: rank 1 (pid "]),

@@ -154,10 +154,15 @@ def from_json(text: str) -> list[Failure]:
 
 
 def find_stalled(text: str) -> list[Failure]:
-    """Return the ranks for which others have waited in vain, by the records in lines of output."""
+    """Return the ranks for which others have waited in vain, by the records in lines of output.
+
+    One that has ended the job in a long wait itself is none of them, unless all have.
+    """
+    found = find_marked(text)
     # Several ranks may have reported the same one.
-    stalled = [failure for failure in find_marked(text) if failure.cause is Cause.STALLED]
-    return list(dict.fromkeys(stalled))
+    stalled = dict.fromkeys(failure for failure in found if failure.cause is Cause.STALLED)
+    waited = {failure.rank for failure in found if failure.cause is Cause.ABORT}
+    return [failure for failure in stalled if failure.rank not in waited] or [*stalled]
 
 
 def marked(failures: Sequence[Failure]) -> str:

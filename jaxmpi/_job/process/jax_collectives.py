@@ -66,7 +66,7 @@ def leave_end_to_monitor(is_left: bool) -> None:
 def leave_rank_to_monitor() -> None:
     """Have the library neither watch this rank nor write its records: a monitor is about to.
 
-    It must be told before JAX makes its devices, for which the library starts.
+    Where JAX has made its devices already, the library has watched it until now.
     """
     library = _loaded_library()
     if library is not None:

@@ -316,6 +316,18 @@ def test_a_record_that_others_have_written_into_is_left_out(text):
     assert find_marked(f"{MARK}{text}\n{MARK}{whole}\n") == [Failure(2, cause=Cause.ENDED)]
 
 
+def test_a_rank_that_waited_itself_is_not_the_one_that_others_waited_for():
+    """Rank 0 waited for rank 2, which waited for rank 1: see native/mpi_abi.cc."""
+    stalled = [Failure(rank, cause=Cause.STALLED, joined=True) for rank in range(3)]
+    aborts = [Failure(rank, cause=Cause.ABORT, code=1) for rank in range(3)]
+    told = [stalled[2], aborts[0], stalled[1], aborts[2]]
+    text = "".join(f"{MARK}{to_json([failure])}\n" for failure in told)
+    assert find_stalled(text) == [stalled[1]]
+    # each waited for another one
+    text += f"{MARK}{to_json([aborts[1]])}\n"
+    assert find_stalled(text) == [stalled[2], stalled[1]]
+
+
 def test_ranks_for_which_others_have_waited_are_named_once():
     stalled = Failure(2, 17, "node3", Cause.STALLED, joined=True)
     ended = Failure(1, 16, "node2", Cause.ENDED, joined=True)
