@@ -8,4 +8,5 @@ import jaxmpi
 
 jaxmpi.init(backend="xla")
 mean = jaxmpi.jit(lambda x: lax.pmean(x, jaxmpi.AXIS))(jnp.full(2, jaxmpi.rank(), jnp.float32))
-print(jax.config.jax_cpu_collectives_implementation, jaxmpi.local(mean), flush=True)
+carrier = jax.config.jax_cpu_collectives_implementation
+print(f"{carrier} {jaxmpi.local(mean)}", flush=True)  # one text, that no other rank writes into

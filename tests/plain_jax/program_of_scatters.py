@@ -30,4 +30,4 @@ for i in range(int(sys.argv[1])):
     got = np.asarray(program(x).addressable_data(0))[0]
     want = whole[:, rank * items : (rank + 1) * items].sum(0, dtype=np.int32)
     wrong += not np.array_equal(got, want)
-print("wrong:", wrong, flush=True)
+print(f"wrong: {wrong}", flush=True)

@@ -58,4 +58,4 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-print("wrong:", wrong, flush=True)
+print(f"wrong: {wrong}", flush=True)

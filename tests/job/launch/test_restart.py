@@ -408,7 +408,8 @@ for i, batch in enumerate(jaxmpi.batches(data, 6, seed=0, epoch=0)):
         if world.rank == 0:
             (folder / "kill").touch()
         time.sleep(60)
-print("bits", hashlib.sha256(np.asarray(state["params"]["w"]).tobytes()).hexdigest(), flush=True)
+digest = hashlib.sha256(np.asarray(state["params"]["w"]).tobytes()).hexdigest()
+print(f"bits {digest}", flush=True)
 """
 
 
