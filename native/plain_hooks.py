@@ -18,6 +18,7 @@ import threading
 import weakref
 
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes, the last one of Ctrl-C
+# (instruction, argument) of `finally`, `with`, `except` that does not match, and of a bare `raise`
 RERAISES = {("RERAISE", 0), ("RERAISE", 1), ("RERAISE", 2), ("RAISE_VARARGS", 0)}
 
 
@@ -74,10 +75,12 @@ def outermost_frame():
 
 
 def is_uncaught(error):
-    """Return whether an exception has left the last frame that had caught it, by itself.
+    """Return whether an exception has ended the program, which is over.
 
-    After the program's end. Up to Python 3.11 a traceback begins there; later ones begin with the
-    outermost frame. There, `except` or `with` may have ended the exception, or replaced it.
+    The last instruction of its traceback's first frame tells. (That is the outermost frame; up to
+    Python 3.11, the last one that had caught it.) It is the call from which the exception came, or
+    one that raises again what was caught. After any other, the frame has returned, or has raised
+    another exception in the place of this one.
     """
     trace = error.__traceback__
     if trace is None:
