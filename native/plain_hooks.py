@@ -37,6 +37,11 @@ class Program:
         in_main = threading.current_thread() is threading.main_thread()
         return in_main and outermost_frame() is not self.frame
 
+    def error(self):
+        """Return the error that has ended the program; None without one."""
+        trace = getattr(sys, "last_traceback", None)  # Python sets it before it calls the hook
+        return sys.last_value if trace and trace.tb_frame is self.frame else None
+
     def status(self):
         """Return what the sys.exit that has ended the program was given; None without one."""
         if self.statuses:
@@ -106,6 +111,11 @@ def exit_code(status):
     return status & 0xFF if abs(status) < 1 << 63 else 0xFF
 
 
+def code_of_error(error):
+    """Return the exit code of a program that an error has ended."""
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+
+
 def install(end_job, begin_to_leave):
     """Install the hooks.
 
@@ -127,12 +137,13 @@ def install(end_job, begin_to_leave):
         show(kind, error, trace)
         # A program may call it itself, and a prompt goes on.
         if os.getpid() == program.process and program.has_ended() and not sys.flags.interactive:
-            end(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED)
+            end(code_of_error(error))
 
     def at_exit():
         if os.getpid() != program.process:
             return
-        code = exit_code(program.status())
+        error = program.error()  # the hook may have been replaced
+        code = exit_code(program.status()) if error is None else code_of_error(error)
         if code == OK:
             begin_to_leave()
         else:

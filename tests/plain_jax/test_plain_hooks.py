@@ -69,6 +69,7 @@ ENDS = {  # how a program ends: what the hooks say
     "argparse.ArgumentParser().parse_args(['--unknown'])": "ends with 2",
     "raise ValueError": "ends with 1",
     "raise KeyboardInterrupt": "ends with 130",
+    "sys.excepthook = lambda *error: None\nraise ValueError": "ends with 1",
     # caught
     "catch(3)": "leaves",
     "catch(3); raise SystemExit(0)": "leaves",
