@@ -547,15 +547,36 @@ void look_after_rank() {
   if (asked_for_record.exchange(false)) say("has SIGUSR1. " + dumped(*record, "SIGUSR1"));
 }
 
+// What MPICH does at a SIGUSR1, by which its launcher tells of processes that have failed; or null.
+void (*signal_handler_of_mpi)(int) = nullptr;
+
+bool belongs_to_mpi(const struct sigaction& action) {
+  if (action.sa_flags & SA_SIGINFO) return false;
+  Dl_info info = {};
+  const auto handler = reinterpret_cast<void*>(action.sa_handler);
+  return dladdr(handler, &info) && running().library().path == info.dli_fname;
+}
+
+// Have SIGUSR1 ask for the flight record, unless the program does something else at it.
+void handle_signal() {
+  struct sigaction action = {};
+  if (sigaction(SIGUSR1, nullptr, &action) != 0) return;
+  if (action.sa_handler != SIG_DFL) {
+    if (!belongs_to_mpi(action)) return;
+    signal_handler_of_mpi = action.sa_handler;
+  }
+  action.sa_handler = [](int number) {
+    asked_for_record = true;
+    if (signal_handler_of_mpi) signal_handler_of_mpi(number);
+  };
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGUSR1, &action, nullptr);
+}
+
 // Let `jaxmpi top`, `jaxmpi timeline` and SIGUSR1 see a rank that no monitor of jaxmpi watches.
 void start_record() {
   plain_record = new PlainRecord(running().place(), Recorded::waits_for);
-  struct sigaction action = {};
-  if (sigaction(SIGUSR1, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) {
-    action.sa_handler = [](int) { asked_for_record = true; };
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGUSR1, &action, nullptr);
-  }
+  handle_signal();
 }
 
 // End the job after a long wait. For `jaxmpi run` the ranks that did not come have failed, rather

@@ -131,6 +131,7 @@ def test_a_restarted_job_keeps_the_record_of_the_rank_that_failed(tmp_path):
         assert record["why"] == "the end" and len(record["events"]) == 90
 
 
+@pytest.mark.launcher  # MPICH has a handler of its own
 def test_a_signal_asks_for_the_record(tmp_path):
     go = tmp_path / "go"
     with running(2, go) as job:
