@@ -34,8 +34,12 @@ class Program:
 
     def has_ended(self):
         """Return whether Python runs what is called in the main thread after the program."""
-        in_main = threading.current_thread() is threading.main_thread()
-        return in_main and outermost_frame() is not self.frame
+        frame = outermost_frame()
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if self.frame is None:  # another thread has made JAX's devices
+            return frame.f_globals is globals()
+        return frame is not self.frame
 
     def error(self):
         """Return the error that has ended the program; None without one."""

@@ -10,11 +10,13 @@ HOOKS = Path(__file__).parents[2] / "native" / "plain_hooks.py"
 PROGRAM = f"""
 from sys import exit as exit_of_sys
 import argparse, asyncio, atexit, code, contextlib, ctypes, os, pickle, sys, threading
-hooks = {{}}
-exec(open({str(HOOKS)!r}).read(), hooks)
 end = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda code: os.write(1, b"ends with %d\\n" % code))
 leave = ctypes.CFUNCTYPE(None)(lambda: os.write(1, b"leaves\\n"))
-hooks["install"](*(ctypes.cast(f, ctypes.c_void_p).value for f in (end, leave)))
+def install():
+    hooks = {{}}
+    exec(open({str(HOOKS)!r}).read(), hooks)
+    hooks["install"](*(ctypes.cast(f, ctypes.c_void_p).value for f in (end, leave)))
+install()
 print = None  # the hooks do not use the names of the program
 def catch(*status):
     with contextlib.suppress(SystemExit):
@@ -105,6 +107,27 @@ ENDS = {  # how a program ends: what the hooks say
     "if not os.fork(): raise ValueError\nos.wait()": "leaves",
 }
 SEEN_BY_NOBODY = "raise SystemExit(3)"
+
+
+IN_A_THREAD = [
+    "",
+    "sys.exit(3)",
+    "raise ValueError",
+    "catch(3)",
+    "keep_and_raise()",
+    "show_error()",
+]
+
+
+@pytest.mark.parametrize("end", IN_A_THREAD)
+def test_another_thread_may_have_made_the_devices(end, tmp_path):
+    assert "\ninstall()\n" in PROGRAM
+    thread = "thread = threading.Thread(target=install); thread.start(); thread.join()"
+    (tmp_path / "program.py").write_text(PROGRAM.replace("\ninstall()\n", f"\n{thread}\n") + end)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[:1] == [ENDS[end]], done.stderr
 
 
 @pytest.mark.parametrize("as_module", [False, True])
