@@ -451,7 +451,6 @@ void finish(Number& request) {
 // Ranks that no monitor of jaxmpi watches
 
 void end_job(int code) {
-  if (has_monitor) return;  // which ends the job itself
   if (saw_lost_rank) {
     // Wait, so that MPI's launcher can name the rank that was lost: if this rank aborted first, the
     // launcher would name it. Where the other one has only left, the launcher does nothing.
@@ -462,9 +461,7 @@ void end_job(int code) {
   abort_job(code);
 }
 
-void begin_to_leave() {
-  if (!has_monitor) leaving = true;
-}
+void begin_to_leave() { leaving = true; }
 
 // What a rank has done so far, to see whether it still does something at the end of its program.
 struct Work {
@@ -500,7 +497,8 @@ Function function_of_python(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Run plain_hooks.py in a namespace of its own, if this process runs Python.
+// Run plain_hooks.py in a namespace of its own, if this process runs Python. The hooks remain where
+// the program calls jaxmpi.init later.
 void install_hooks() {
   constexpr int kFileInput = 257;  // Py_file_input
   const auto ensure = function_of_python<int (*)()>("PyGILState_Ensure");

@@ -49,7 +49,7 @@ class Program:
     def status(self):
         """Return what the sys.exit that has ended the program was given; None without one."""
         if self.statuses:
-            return self.statuses[-1]
+            return self.statuses[0]  # an exit is dropped before the one that it has replaced
         # A cycle of references keeps one alive, as in absl.app.run.
         return next((error.code for error in self.exits if is_uncaught(error)), None)
 
