@@ -88,6 +88,7 @@ Library open_library() {
   find(opened, "MPI_Isend", mpi.isend);
   find(opened, "MPI_Irecv", mpi.irecv);
   find(opened, "MPI_Test", mpi.test);
+  find(opened, "MPI_Iprobe", mpi.iprobe);
   find(opened, "MPI_Error_string", mpi.error_string);
   Dl_info info = {};
   dladdr(reinterpret_cast<void*>(mpi.isend), &info);

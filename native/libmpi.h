@@ -36,6 +36,7 @@ struct Library {
   int (*isend)(const void*, int, Handle, int, int, Handle, void*);
   int (*irecv)(void*, int, Handle, int, int, Handle, void*);
   int (*test)(void*, int*, void*);
+  int (*iprobe)(int, int, Handle, int*, void*);
   int (*error_string)(int, char*, int*);
 };
 

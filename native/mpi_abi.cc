@@ -66,7 +66,9 @@ std::atomic<bool> has_monitor = false;  // whether jaxmpi.init has begun; its mo
 // Of a rank that has none. Never destroyed.
 std::atomic<PlainRecord*> plain_record = nullptr;
 std::atomic<bool> asked_for_record = false;  // by SIGUSR1
-std::atomic<bool> leaving = false;           // Python's exit has begun, and no failure is known
+std::atomic<bool> leaving = false;           // this rank is at its end, and has not failed
+std::mutex leaving_mutex;                    // held while `leave_when_idle` calls MPI
+const std::vector<int> nobody;
 
 // Return this rank in digits, by the launcher's variables before MPI has started, or "".
 std::string digits_of_rank() {
@@ -325,7 +327,7 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   // The wait begins with the turn: before, the transport's counters are those of the message of
   // another thread, which reports it itself.
   const std::lock_guard turn(group.mutex);
-  const Wait wait(describe, missing);
+  const Wait wait(describe, missing, group.members);
   const Recorded recorded(group, fingerprint, array.bytes(),
                           [&what, &group] { return what() + ", with " + list(group.members); });
   std::vector<Array> arrays;
@@ -426,7 +428,8 @@ void finish(Number& request) {
   const auto describe = [&] {
     return permute + ", of " + std::to_string(message->bytes) + " bytes";
   };
-  const Wait wait(describe, [] { return std::string(); });
+  const std::vector<int> ranks = {other};
+  const Wait wait(describe, [] { return std::string(); }, ranks);
   const uint64_t direction = mix(message->sends ? 1 : 2, static_cast<uint64_t>(other));
   const Recorded recorded(other, mix(direction, static_cast<uint64_t>(message->bytes)),
                           message->bytes, [&permute] { return permute; });
@@ -465,30 +468,37 @@ void begin_to_leave() { leaving = true; }
 
 // What a rank has done so far, to see whether it still does something at the end of its program.
 struct Work {
-  int64_t messages, cpu_ns;
+  int64_t waits, cpu_ns;
+  bool waits_now;
 
   static Work now() {
     timespec cpu = {};
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu);
-    return {record::messages().first, cpu.tv_sec * int64_t{1'000'000'000} + cpu.tv_nsec};
+    const auto [begun, current] = count_waits();
+    return {begun, cpu.tv_sec * int64_t{1'000'000'000} + cpu.tv_nsec, current > 0};
   }
 };
 
-// Tell the other ranks of this node that this one has left, when its program is at its end and
-// nothing that it has started goes on: for kIdleNs it has neither communicated nor computed.
+bool mpi_runs() {
+  int over = 0;
+  return running().library().finalized(&over) == 0 && !over;
+}
+
+// Tell the other ranks that this one has left, when its program is at its end and nothing that it
+// has started goes on: for kIdleNs it has neither communicated nor computed.
 void leave_when_idle() {
   static int64_t since = 0;
   static Work then;
-  if (!leaving) return;
+  const std::lock_guard lock(leaving_mutex);
+  if (!leaving || !joined) return;
   const Work work = Work::now();
-  const bool works = work.messages != then.messages || record::current_event().in_progress ||
-                     work.cpu_ns - then.cpu_ns > kIdleNs / 20;
+  const bool works =
+      work.waits != then.waits || work.waits_now || work.cpu_ns - then.cpu_ns > kIdleNs / 20;
   if (!since || works) {
     since = now();
     then = work;
   } else if (now() - since > kIdleNs) {
-    running().leave();
-    leaving = false;
+    leaving = mpi_runs() && !running().leave();
   }
 }
 
@@ -522,11 +532,12 @@ void at_exit(int code, void*) {
   const Job* known = job;
   if (!known || getpid() != process) return;
   if (PlainRecord* const record = plain_record; record && code == 0) record->leave_run();
-  int over = 0;
-  const bool mpi_runs = known->library().finalized(&over) == 0 && !over;
-  if (code != 0 && mpi_runs) abort_job(code);
+  const bool runs = mpi_runs();
+  if (code != 0 && runs) abort_job(code);
   dump_at_end(code ? "code " + std::to_string(code) : "the end");
-  if (mpi_runs && known->started_mpi()) known->library().finalize();
+  const std::lock_guard lock(leaving_mutex);
+  leaving = false;
+  if (runs && known->started_mpi()) known->library().finalize();
 }
 
 // Say a sentence about a long wait, and where the record of the collectives is.
@@ -535,13 +546,13 @@ void say_and_dump(const std::string& text) {
   say(record ? text + " " + dumped(*record, "a long wait") : text);
 }
 
-// Show what this rank does; let the other ranks know if it has left; and write the flight record if
+// Let the other ranks know if this one has left; show what it does; and write the flight record if
 // SIGUSR1 has asked for it. The thread that watches the waits calls it several times a second.
 void look_after_rank() {
+  leave_when_idle();
   PlainRecord* const record = plain_record;
   if (!record) return;
   record->show();
-  leave_when_idle();
   if (asked_for_record.exchange(false)) say("has SIGUSR1. " + dumped(*record, "SIGUSR1"));
 }
 
@@ -577,10 +588,14 @@ void start_record() {
   handle_signal();
 }
 
-// End the job after a long wait. For `jaxmpi run` the ranks that did not come have failed, rather
-// than this one, of which the line about its abort comes after theirs.
-void end_waiting() {
-  if (joined) tell_of_missing(Recorded::waits_for().value_or(std::vector<int>()));
+// End the job after a long wait, or for ranks that have left. For `jaxmpi run` the ranks that did
+// not come have failed, rather than this one, of which the line about its abort comes after theirs.
+void end_waiting(const std::vector<int>& left) {
+  if (!left.empty()) {
+    tell_of_missing(left);
+  } else if (joined) {
+    tell_of_missing(Recorded::waits_for().value_or(std::vector<int>()));
+  }
   abort_job(kFailed, "a long wait");
 }
 
@@ -589,7 +604,8 @@ void begin() {
     process = getpid();
     is_in_run = std::getenv("JAXMPI_RUN_DIR");
     // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
-    watch_waits(say_and_dump, end_waiting, look_after_rank);
+    watch_waits({say_and_dump, [](int rank) { return joined && running().has_left(rank); },
+                 end_waiting, look_after_rank});
     try {
       if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
       const Wait wait([] { return std::string("the start of JAX's collectives over MPI"); },
@@ -597,7 +613,8 @@ void begin() {
                         return std::string(
                             "all ranks of the job must call jax.distributed.initialize() and ask "
                             "for devices");
-                      });
+                      },
+                      nobody);
       Job* const made = new Job;
       job = made;
       made->join();
@@ -665,6 +682,9 @@ void jaxmpi_leave_rank_to_monitor() {
   if (PlainRecord* const record = plain_record.exchange(nullptr)) record->hide();
 }
 
+// The monitor of a rank calls it when the rank has come to its end, and waits for the other ranks.
+void jaxmpi_begin_to_leave() { begin_to_leave(); }
+
 int MPIABI_Init_thread(int*, char***, int, int* provided) {
   begin();
   *provided = kThreadMultiple;
@@ -702,7 +722,7 @@ int MPIABI_Comm_split(Number, int color, int key, Number* comm) {
   try {
     const std::vector<int> members = members_of(color, key, __builtin_return_address(0));
     const Wait wait([&] { return "the making of a communicator of " + list(members); },
-                    [] { return std::string(); });
+                    [] { return std::string(); }, members);
     Group& group = running().group(members);
     ++group.users;
     *comm = reinterpret_cast<Number>(&group);

@@ -131,6 +131,7 @@ void Job::join() {
         library_.allgather(&mine, sizeof mine, library_.byte, all.data(), sizeof mine,
                            library_.byte, world_),
         "MPI_Allgather");
+  departures_.emplace(library_, world_, rank_, size_);
   place_ = {rank_, {}, all[0].token, now()};
   for (const NodeInfo& info : all) place_.members.push_back(info.member);
   // Nodes have numbers in the order of their first ranks. All ranks compute the same from the same
@@ -193,12 +194,19 @@ std::optional<std::vector<int>> Job::missing_ranks() {
   return missing;
 }
 
-void Job::leave() {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [members, slot] : groups_) {
-    if (slot.group && slot.group->transport) slot.group->transport->leave();
+bool Job::leave() {
+  if (!leaves_) {
+    leaves_ = true;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [members, slot] : groups_) {
+      if (slot.group && slot.group->transport) slot.group->transport->leave();
+    }
+    departures_->tell();
   }
+  return departures_->have_told();
 }
+
+bool Job::has_left(int rank) { return departures_->has_left(rank); }
 
 // Return a communicator of some ranks. Only these call it.
 Handle Job::split(const std::vector<int>& members, int tag) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "departures.h"
 #include "libmpi.h"
 #include "transport.h"
 
@@ -71,8 +72,13 @@ class Job {
   // where that is not known, as it may be for a rank of another node.
   std::optional<std::vector<int>> missing_ranks();
 
-  // Let the other ranks of this node know that no collective of this rank will come.
-  void leave();
+  // Let the other ranks know that no collective of this rank will come: those of this node at
+  // once. Return whether the others have been told, too; if not, call it again later.
+  bool leave();
+
+  // Return whether this rank knows that another one has left. Collectives of a node see it by
+  // themselves.
+  bool has_left(int rank);
 
   // End all ranks of the job.
   [[noreturn]] void abort(int code) const;
@@ -92,6 +98,8 @@ class Job {
   int rank_ = 0, size_ = 0, threads_ = 1;
   int64_t largest_node_ = 1;  // ranks
   Handle world_ = 0;
+  std::optional<Departures> departures_;  // from `join` on
+  bool leaves_ = false;
   std::vector<int> nodes_;  // of each rank
   JobPlace place_;
   std::mutex mutex_;

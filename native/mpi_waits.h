@@ -1,38 +1,55 @@
 // What this rank waits for, and a thread that says so when it takes long.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace jaxmpi::mpi {
 
-// Start a thread that watches the waits. `say` gets a sentence for each one that takes longer than
-// JAXMPI_STALL_SECONDS (60 by default). If one takes longer than JAXMPI_STALL_END_SECONDS, `end` is
-// called; by default it never is: nothing is known of what the missing rank does, and it may
-// evaluate or write a checkpoint. 0 means never, for both. The thread calls `also` several times a
-// second.
-void watch_waits(std::function<void(const std::string&)> say, std::function<void()> end,
-                 std::function<void()> also);
+// What the thread that watches the waits calls.
+struct Watcher {
+  std::function<void(const std::string&)> say;  // a sentence about a wait
+  std::function<bool(int)> has_left;            // whether a rank has come to its end
+  // End the job for a wait, for ranks that have left or else for others that did not come.
+  std::function<void(const std::vector<int>& left)> end;
+  std::function<void()> also;  // several times a second
+};
+
+// Start a thread that watches the waits. It says so of each one that takes longer than
+// JAXMPI_STALL_SECONDS (60 by default). It ends the job for one that takes longer than
+// JAXMPI_STALL_END_SECONDS; by default it never does: nothing is known of what the missing rank
+// does, and it may evaluate or write a checkpoint. 0 means never, for both. It ends it also for a
+// wait of some seconds for a rank that has left.
+void watch_waits(Watcher watcher);
+
+// Return how many waits of this rank have begun, and how many of them have not ended.
+std::pair<int64_t, int64_t> count_waits();
 
 // Leave it to the rank's monitor to end the job for a long wait, or take it back. While it is left
 // to the monitor, long waits are only reported.
 void leave_end_to_monitor(bool is_left);
 
 // A wait, for as long as it exists. describe() returns a phrase such as "an all-reduce of 4096
-// bytes", and missing() who has not come, or ""; the watching thread calls both.
+// bytes", and missing() who has not come, or ""; the watching thread calls both. It does not end
+// without all of `ranks`, which must live as long; this rank may be one of them.
 class Wait {
  public:
-  Wait(std::function<std::string()> describe, std::function<std::string()> missing);
+  Wait(std::function<std::string()> describe, std::function<std::string()> missing,
+       const std::vector<int>& ranks);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
 
  private:
-  friend void watch_waits(std::function<void(const std::string&)>, std::function<void()>,
-                          std::function<void()>);
+  friend void watch_waits(Watcher);
+  friend std::pair<int64_t, int64_t> count_waits();
   struct Entry;
   static std::set<Entry*>& entries();  // of all threads
+  static std::string find_left(const Entry&, double waited, const Watcher&, std::vector<int>&);
   Entry* entry_;
 };
 

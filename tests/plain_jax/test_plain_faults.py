@@ -31,6 +31,9 @@ SECONDS = 25.0  # from the fault to the end of the job
 CELLS = [*itertools.product(ENDS, PROGRAMS, RANKS)]
 FEW = [(fault, PROGRAMS[i], (2, 3, 4, 2)[i]) for i, fault in enumerate(ENDS)]
 
+# as in program_that_leaves.py
+LEAVES = ("plain", "plain later", "init", "init later")
+
 
 @pytest.mark.launcher
 @pytest.mark.slow
@@ -54,3 +57,30 @@ def test_a_fault_of_a_plain_program_ends_as_promised(fault, program, ranks, tmp_
     assert re.search(blamed.format(last=ranks - 1), output), output
     assert seconds < SECONDS, output
     tables.record("plain-faults", [fault, program, ranks, round(seconds, 1)])
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LEAVES)
+@pytest.mark.parametrize("ranks_of_node", [1, 2])
+def test_a_rank_that_has_left_is_not_waited_for(ranks_of_node, how, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMPI_NODE_RANKS", str(ranks_of_node))
+    before = set(os.listdir("/dev/shm"))
+    script = Path(__file__).with_name("program_that_leaves.py")
+    code, output, _, left = end(jaxmpi_run(2, script, how), str(tmp_path), timeout=50)
+    assert not left, f"still running: {left}\n{output}"
+    assert not segments_left(before), output
+    assert code, output
+    assert re.search(r"rank 1 (of this node )?has (left|ended)", output), output
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_of_node", [1, 2])
+def test_a_rank_at_its_end_whose_thread_communicates_is_waited_for(
+    ranks_of_node, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JAXMPI_NODE_RANKS", str(ranks_of_node))
+    script = Path(__file__).with_name("program_that_leaves.py")
+    code, output, _, left = end(jaxmpi_run(2, script, "asynchronous"), str(tmp_path), timeout=100)
+    assert code == 0 and not left and "done" in output, output

@@ -309,7 +309,19 @@ def test_watch_waits_ends_for_those_that_take_too_long(compiled):
     """The later waits, wherever they stand in the order, do not end the job."""
     waits = compiled("check_waits.cc", "mpi_waits.cc")
     said = output_of(waits, "2", "9", JAXMPI_STALL_SECONDS="0", JAXMPI_STALL_END_SECONDS="3")
-    assert said == ["has waited 3 s in the first. It ends the job."] * 2 + ["end"]
+    assert said == [
+        *["has waited 3 s in the first. It ends the job."] * 2,
+        "end for 0 that have left",
+    ]
+
+
+def test_watch_waits_ends_for_ranks_that_have_left(compiled):
+    waits = compiled("check_waits.cc", "mpi_waits.cc")
+    said = output_of(waits, "1", "9", "left", JAXMPI_STALL_SECONDS="0")
+    assert said == [
+        "has waited 3 s in the second; rank 1 has left, and does not come. It ends the job.",
+        "end for 1 that have left",
+    ]
 
 
 def test_watch_waits_leaves_the_end_to_the_monitor_where_there_is_one(compiled):
@@ -323,6 +335,7 @@ def test_the_library_has_what_the_monitor_calls():
     library = ctypes.CDLL(str(jax_collectives.find_library()))
     library.jaxmpi_leave_end_to_monitor(1)
     library.jaxmpi_leave_end_to_monitor(0)
+    assert library.jaxmpi_begin_to_leave
 
 
 def test_unknown_symbols_of_this_jaxlib():

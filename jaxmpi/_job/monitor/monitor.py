@@ -29,7 +29,7 @@ from jaxmpi._backends.mpi_ranks import Letter, MpiRanks
 from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
 from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
-from jaxmpi._job.process import at_exit, joining, run_dir, stderr
+from jaxmpi._job.process import at_exit, jax_collectives, joining, run_dir, stderr
 from jaxmpi._job.process.failure import Cause, Failure, marked
 from jaxmpi._job.process.signals import Signals
 
@@ -367,12 +367,17 @@ class Monitor:
         too, it tells the rank after it.
         """
         place = self.backend.place
-        start, told, pause = time.monotonic(), False, 0.0005
+        start, told, left, pause = time.monotonic(), False, False, 0.0005
         while not done():
             self.poll()
-            if not told and time.monotonic() - start > LEAVING_NOTICE_SECONDS:
+            waited = time.monotonic() - start
+            if not told and waited > LEAVING_NOTICE_SECONDS:
                 told = True
                 self.send((place.rank + 1) % place.size, "left", self.backend.progress()[0])
+            # Monitors know nothing of collectives of plain JAX, and of programs more than JAX does.
+            if not left and waited > LEAVING_NOTICE_SECONDS + 1.5 * LEFT_RANK_GRACE_SECONDS:
+                left = True
+                jax_collectives.begin_to_leave()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 

@@ -20,6 +20,7 @@ __all__ = [
     "LIBRARY",
     "LIBRARY_VARIABLE",
     "MPI_VARIABLE",
+    "begin_to_leave",
     "find_library",
     "leave_end_to_monitor",
     "leave_rank_to_monitor",
@@ -71,6 +72,16 @@ def leave_rank_to_monitor() -> None:
     library = _loaded_library()
     if library is not None:
         library.jaxmpi_leave_rank_to_monitor()
+
+
+def begin_to_leave() -> None:
+    """Have the library tell the other ranks that this one has left, once it is idle.
+
+    A rank that waits for it in a collective of plain JAX ends the job then.
+    """
+    library = _loaded_library()
+    if library is not None:
+        library.jaxmpi_begin_to_leave()
 
 
 @cache
