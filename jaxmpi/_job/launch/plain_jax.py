@@ -33,6 +33,8 @@ JOB_UNIT = 2**12
 FIRST_PORT = 65536 - 2**12
 PORTS = range(FIRST_PORT + 1, 65536)  # for a job's number above 0
 
+_taken: list[socket.socket] = []  # the names of this process's ports, until it ends
+
 # of `names_for_jax`; not a shell, which drops variables such as BASH_FUNC_module%%
 _COPY_NAMES = """
 import json, os, sys
@@ -173,13 +175,22 @@ def _resolve(name: str) -> str:
 
 
 def _free_port() -> int:
-    """Return a port that JAX can derive from a job's number, and that is free on this host."""
+    """Return a port that JAX can derive from a job's number, and that is free on this host.
+
+    No other job of this host is given it while this process runs. JAX's coordinator listens at it
+    some seconds later only, and two coordinators can share a port: gRPC sets SO_REUSEPORT. A rank
+    may then reach that of the other job, and both jobs fail.
+    """
     ports = random.SystemRandom().sample(PORTS, len(PORTS))
     for port in ports:
-        with socket.socket() as probe:
-            try:
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0jaxmpi coordinator {port}")  # one process at a time can have this name
+            with socket.socket() as probe:
                 probe.bind(("", port))  # the coordinator listens at all addresses
-            except OSError:
-                continue
-            return port
+        except OSError:
+            name.close()
+            continue
+        _taken.append(name)
+        return port
     return ports[0]
