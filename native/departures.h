@@ -7,9 +7,9 @@
 
 namespace jaxmpi::mpi {
 
-// A rank tells the next kMostTold ranks that it has left, with a message without content to each:
-// where ranks wait for it, one of these is among them, unless the job has more ranks and only a few
-// of them communicate.
+// A rank that has left tells the next kMostTold ranks, with a message without content to each. In
+// larger jobs the ranks after these do not learn it: a collective in which they wait for it ends
+// only if one of the kMostTold waits, too.
 class Departures {
  public:
   static constexpr int kMostTold = 64;
@@ -19,11 +19,12 @@ class Departures {
   // Send the messages.
   void tell();
 
-  // Let MPI carry on with the messages, and return whether all are on their way. One to a rank to
-  // which no connection is open needs it.
+  // Return whether all messages are on their way; if not, call it again later. (MPI opens a
+  // connection only while it is called.)
   bool have_told();
 
-  // Return whether a rank has told this one that it has left.
+  // Return whether a rank has told this one that it has left. The message is not received: it is
+  // there at each call.
   bool has_left(int rank) const;
 
  private:

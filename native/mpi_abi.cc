@@ -1,28 +1,17 @@
 #include "mpi_abi.h"
 
-#include <dlfcn.h>
-#include <signal.h>
-#include <sys/utsname.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <sstream>
-#include <thread>
 
 #include "backoff.h"
 #include "clique.h"
 #include "mpi_groups.h"
 #include "mpi_waits.h"
-#include "plain_hooks.h"
-#include "plain_record.h"
+#include "plain_rank.h"
 #include "record.h"
 
 namespace jaxmpi::mpi {
@@ -31,11 +20,7 @@ namespace {
 using Number = uintptr_t;  // a handle of this library
 
 constexpr Number kWorld = 1, kFirstType = 0x100, kFirstOp = 0x200;
-constexpr int kFailed = 1;                                   // any code but MPI_SUCCESS
-constexpr auto kLauncherTime = std::chrono::seconds(5);      // for the launcher to end the job
-constexpr auto kRelayTime = std::chrono::milliseconds(100);  // for it to pass on our last lines
-constexpr size_t kMostNamed = 16;                            // ranks in a sentence
-constexpr int64_t kIdleNs = 2'000'000'000;     // without work: a rank at its end has left
+constexpr int kFailed = 1;                     // any code but MPI_SUCCESS
 constexpr int64_t kArrivalNs = 1'000'000'000;  // for what a rank has sent before its end
 constexpr size_t kErrorBytes = 500;            // of XLA's buffer for an error
 constexpr int kDevicesOfProcess = 1 << 11;  // XLA numbers those of process p from p times this on
@@ -53,133 +38,7 @@ const char* name_of(const Named<Enum> (&table)[count], Enum value) {
   return "?";
 }
 
-// From MPI_Init on. Never destroyed: a program may still run when Python ends.
-std::atomic<Job*> job = nullptr;
-std::once_flag began;
-std::atomic<bool> joined = false;  // whether the ranks know each other
-pid_t process = 0;                 // that has called MPI_Init
-// Whether a collective of this rank has failed because another rank has ended.
-std::atomic<bool> saw_lost_rank = false;
-thread_local std::string failure;       // the last one of this thread
-bool is_in_run = false;                 // whether `jaxmpi run` has started this rank
-std::atomic<bool> has_monitor = false;  // whether jaxmpi.init has begun; its monitor comes later
-// Of a rank that has none. Never destroyed.
-std::atomic<PlainRecord*> plain_record = nullptr;
-std::atomic<bool> asked_for_record = false;  // by SIGUSR1
-std::atomic<bool> leaving = false;           // this rank is at its end, and has not failed
-std::mutex leaving_mutex;                    // held while `leave_when_idle` calls MPI
-const std::vector<int> nobody;
-
-// Return this rank in digits, by the launcher's variables before MPI has started, or "".
-std::string digits_of_rank() {
-  if (const Job* known = job) return std::to_string(known->rank());
-  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"}) {
-    if (const char* rank = std::getenv(name)) return rank;
-  }
-  return "";
-}
-
-std::string name_of_rank() {
-  const std::string digits = digits_of_rank();
-  return digits.empty() ? "a rank" : "rank " + digits;
-}
-
-void write_to_stderr(const std::string& line) {
-  std::fwrite(line.data(), 1, line.size(), stderr);
-  std::fflush(stderr);
-}
-
-void say(const std::string& text) {
-  write_to_stderr("jaxmpi: " + name_of_rank() + " " + text + "\n");
-}
-
-std::string not_written(const std::exception& error) {
-  return std::string("Its last collectives cannot be written (") + error.what() +
-         "): set JAXMPI_FLIGHT_DIR to another folder.";
-}
-
-// Write the flight record; return a sentence about it.
-std::string dumped(PlainRecord& record, const std::string& why) {
-  try {
-    return "Its last collectives are in " + record.dump(why);
-  } catch (const std::exception& error) {
-    return not_written(error);
-  }
-}
-
-// Write it at the end of the process where the user has named a folder, and say why not.
-void dump_at_end(const std::string& why) {
-  PlainRecord* const record = plain_record;
-  if (!record || !record->has_named_folder() || getpid() != process) return;
-  try {
-    record->dump(why);
-  } catch (const std::exception& error) {
-    say("ends. " + not_written(error));
-  }
-}
-
-// A line of output in which a rank tells `jaxmpi run` of a failure, its own or that of another
-// rank. It does not pass it on. What MPI's launcher says may be lost (Open MPI 4).
-// _job/process/failure.py reads the line.
-std::string failure_line(const std::string& rank, int64_t pid, const std::string& host,
-                         const std::string& cause) {
-  std::ostringstream line;
-  line << "jaxmpi-failure: [{\"rank\": " << rank << ", \"pid\": " << pid << ", \"host\": \"" << host
-       << "\", \"cause\": " << cause << "}]\n";
-  return line.str();
-}
-
-// Tell `jaxmpi run` that this rank ends the job, unless it fails because another one has.
-void tell_of_abort(int code) {
-  const std::string rank = digits_of_rank();
-  utsname system = {};
-  if (!is_in_run || saw_lost_rank || rank.empty() || uname(&system) != 0) return;
-  write_to_stderr(failure_line(rank, getpid(), system.nodename,
-                               "\"abort\", \"code\": " + std::to_string(code)));
-}
-
-// Tell `jaxmpi run` that others have waited for some ranks in vain.
-void tell_of_missing(const std::vector<int>& ranks) {
-  if (!is_in_run) return;
-  for (const int rank : ranks) {
-    const Member& member = job.load()->place().members[static_cast<size_t>(rank)];
-    write_to_stderr(failure_line(std::to_string(rank), member.pid, member.host,
-                                 "\"stalled\", \"joined\": true"));
-  }
-}
-
-[[noreturn]] void abort_job(int code, const std::string& why = "") {
-  if (process && getpid() != process) std::_Exit(code);  // a forked child is no rank
-  dump_at_end(why.empty() ? "code " + std::to_string(code) : why);
-  tell_of_abort(code);
-  std::this_thread::sleep_for(kRelayTime);
-  if (const Job* known = job) known->abort(code);
-  std::_Exit(code);  // this rank has no communicator yet; the launcher ends the other ranks
-}
-
-// XLA ignores the codes of some functions. What fails there ends the job.
-[[noreturn]] void die(const std::string& text) {
-  say(text);
-  abort_job(kFailed, text);
-}
-
-std::string list(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  if (ranks.size() > kMostNamed) text << ranks.size() << " ";
-  text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < std::min(ranks.size(), kMostNamed); ++i)
-    text << (i ? ", " : "") << ranks[i];
-  if (ranks.size() > kMostNamed) text << ", ...";
-  return text.str();
-}
-
-Job& running() {
-  Job* const known = job;
-  if (!known) throw std::runtime_error("MPI_Init has not been called");
-  if (getpid() != process)
-    throw std::runtime_error("a forked child of a rank cannot communicate: use spawn");
-  return *known;
-}
+thread_local std::string failure;  // the last one of this thread
 
 Group& group_of(Number comm) {
   running();
@@ -211,38 +70,16 @@ int64_t checked(int64_t count) {
   return count;
 }
 
-// The ranks of the first collective that has failed because one of them has ended, as far as they
-// had not come to it. Never destroyed.
-std::vector<int>& all_lost_ranks() {
-  static auto& ranks = *new std::vector<int>;
-  return ranks;
-}
-std::mutex& lost_mutex() {
-  static auto& mutex = *new std::mutex;
-  return mutex;
-}
-
-std::vector<int> lost_ranks() {
-  const std::lock_guard lock(lost_mutex());
-  return all_lost_ranks();
-}
-
-void note_lost(std::vector<int> ranks) {
-  const std::lock_guard lock(lost_mutex());
-  if (!saw_lost_rank) all_lost_ranks() = std::move(ranks);
-  saw_lost_rank = true;
-}
-
 // A message on record, where this rank has no monitor of jaxmpi.
 class Recorded {
  public:
   // A collective of a group
   template <class Describe>
   Recorded(Group& group, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
-    PlainRecord* const record = plain_record;
+    PlainRecord* const record = plain_record();
     if (!record) return;
     fingerprint = mix(fingerprint, group.hash_of_members);
-    name(*record, fingerprint, describe);
+    record->name(static_cast<int64_t>(fingerprint), describe);
     waits_.emplace();
     entered_.emplace(*group.transport, static_cast<int64_t>(fingerprint), bytes);
     (group_ = &group)->is_inside = true;
@@ -250,50 +87,25 @@ class Recorded {
   // A message to or from one other rank
   template <class Describe>
   Recorded(int other, uint64_t fingerprint, int64_t bytes, const Describe& describe) {
-    PlainRecord* const record = plain_record;
+    PlainRecord* const record = plain_record();
     if (!record) return;
-    name(*record, fingerprint, describe);
+    record->name(static_cast<int64_t>(fingerprint), describe);
     waits_.emplace();
     entered_.emplace(static_cast<int64_t>(fingerprint), bytes);
-    const std::lock_guard lock(peers_mutex());
-    peer_ = peers().insert(other);
+    running().expect(other_ = other);
   }
   ~Recorded() {
     if (group_) group_->is_inside = false;
-    if (!peer_) return;
-    const std::lock_guard lock(peers_mutex());
-    peers().erase(*peer_);
+    if (other_ >= 0) running().expect_no_more(other_);
   }
-
-  // Return the ranks that this one waits for; nothing where that is not known.
-  static std::optional<std::vector<int>> waits_for() {
-    std::optional<std::vector<int>> ranks = running().missing_ranks();
-    const std::lock_guard lock(peers_mutex());
-    if (!peers().empty() && !ranks) ranks.emplace();
-    if (ranks) ranks->insert(ranks->end(), peers().begin(), peers().end());
-    return ranks;
-  }
+  Recorded(const Recorded&) = delete;
+  Recorded& operator=(const Recorded&) = delete;
 
  private:
-  template <class Describe>
-  static void name(PlainRecord& record, uint64_t fingerprint, const Describe& describe) {
-    record.name(static_cast<int64_t>(fingerprint), describe);
-  }
-
-  // The other ends of the messages between two ranks, of all threads. Never destroyed.
-  static std::multiset<int>& peers() {
-    static auto& all = *new std::multiset<int>;
-    return all;
-  }
-  static std::mutex& peers_mutex() {
-    static auto& mutex = *new std::mutex;
-    return mutex;
-  }
-
   std::optional<record::Exposed> waits_;
   std::optional<record::Entered> entered_;
   Group* group_ = nullptr;
-  std::optional<std::multiset<int>::iterator> peer_;
+  int other_ = -1;
 };
 
 // Carry out a collective. The ranks compare what each is about to do.
@@ -327,7 +139,11 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   // The wait begins with the turn: before, the transport's counters are those of the message of
   // another thread, which reports it itself.
   const std::lock_guard turn(group.mutex);
-  const Wait wait(describe, missing, group.members);
+  // One at a step of an all-to-all may be through with it while others are in theirs.
+  std::vector<int> ranks = group.members;
+  if (operation.kind == Kind::Permute)
+    ranks = {group.members[operation.source], group.members[operation.dest]};
+  const Wait wait(describe, missing, std::move(ranks));
   const Recorded recorded(group, fingerprint, array.bytes(),
                           [&what, &group] { return what() + ", with " + list(group.members); });
   std::vector<Array> arrays;
@@ -428,8 +244,7 @@ void finish(Number& request) {
   const auto describe = [&] {
     return permute + ", of " + std::to_string(message->bytes) + " bytes";
   };
-  const std::vector<int> ranks = {other};
-  const Wait wait(describe, [] { return std::string(); }, ranks);
+  const Wait wait(describe, [] { return std::string(); }, {other});
   const uint64_t direction = mix(message->sends ? 1 : 2, static_cast<uint64_t>(other));
   const Recorded recorded(other, mix(direction, static_cast<uint64_t>(message->bytes)),
                           message->bytes, [&permute] { return permute; });
@@ -449,185 +264,6 @@ void finish(Number& request) {
     throw std::runtime_error("rank " + std::to_string(other) +
                              " has ended, while this rank was in " + describe());
   }
-}
-
-// Ranks that no monitor of jaxmpi watches
-
-void end_job(int code) {
-  if (saw_lost_rank) {
-    // Wait, so that MPI's launcher can name the rank that was lost: if this rank aborted first, the
-    // launcher would name it. Where the other one has only left, the launcher does nothing.
-    std::this_thread::sleep_for(kLauncherTime);
-    tell_of_missing(lost_ranks());
-  }
-  say("ends the job, with code " + std::to_string(code) + ".");
-  abort_job(code);
-}
-
-void begin_to_leave() { leaving = true; }
-
-// What a rank has done so far, to see whether it still does something at the end of its program.
-struct Work {
-  int64_t waits, cpu_ns;
-  bool waits_now;
-
-  static Work now() {
-    timespec cpu = {};
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu);
-    const auto [begun, current] = count_waits();
-    return {begun, cpu.tv_sec * int64_t{1'000'000'000} + cpu.tv_nsec, current > 0};
-  }
-};
-
-bool mpi_runs() {
-  int over = 0;
-  return running().library().finalized(&over) == 0 && !over;
-}
-
-// Tell the other ranks that this one has left, when its program is at its end and nothing that it
-// has started goes on: for kIdleNs it has neither communicated nor computed.
-void leave_when_idle() {
-  static int64_t since = 0;
-  static Work then;
-  const std::lock_guard lock(leaving_mutex);
-  if (!leaving || !joined) return;
-  const Work work = Work::now();
-  const bool works =
-      work.waits != then.waits || work.waits_now || work.cpu_ns - then.cpu_ns > kIdleNs / 20;
-  if (!since || works) {
-    since = now();
-    then = work;
-  } else if (now() - since > kIdleNs) {
-    leaving = mpi_runs() && !running().leave();
-  }
-}
-
-template <class Function>
-Function function_of_python(const char* name) {
-  return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
-}
-
-// Run plain_hooks.py in a namespace of its own, if this process runs Python. The hooks remain where
-// the program calls jaxmpi.init later.
-void install_hooks() {
-  constexpr int kFileInput = 257;  // Py_file_input
-  const auto ensure = function_of_python<int (*)()>("PyGILState_Ensure");
-  const auto release = function_of_python<void (*)(int)>("PyGILState_Release");
-  const auto new_namespace = function_of_python<void* (*)()>("PyDict_New");
-  const auto run = function_of_python<void* (*)(const char*, int, void*, void*)>("PyRun_String");
-  const auto print_error = function_of_python<void (*)()>("PyErr_Print");
-  if (!ensure || !release || !new_namespace || !run || !print_error) return;
-  std::ostringstream code;
-  code << kPlainHooks << "\ninstall(" << reinterpret_cast<uintptr_t>(&end_job) << ", "
-       << reinterpret_cast<uintptr_t>(&begin_to_leave) << ")\n";
-  const int state = ensure();
-  // The namespace is never released: the hooks live as long as Python.
-  void* const names = new_namespace();
-  if (!run(code.str().c_str(), kFileInput, names, names)) print_error();
-  release(state);
-}
-
-// Run by exit(), after Python has shut down. A forked child has no part in it.
-void at_exit(int code, void*) {
-  const Job* known = job;
-  if (!known || getpid() != process) return;
-  if (PlainRecord* const record = plain_record; record && code == 0) record->leave_run();
-  const bool runs = mpi_runs();
-  if (code != 0 && runs) abort_job(code);
-  dump_at_end(code ? "code " + std::to_string(code) : "the end");
-  const std::lock_guard lock(leaving_mutex);
-  leaving = false;
-  if (runs && known->started_mpi()) known->library().finalize();
-}
-
-// Say a sentence about a long wait, and where the record of the collectives is.
-void say_and_dump(const std::string& text) {
-  PlainRecord* const record = plain_record;
-  say(record ? text + " " + dumped(*record, "a long wait") : text);
-}
-
-// Let the other ranks know if this one has left; show what it does; and write the flight record if
-// SIGUSR1 has asked for it. The thread that watches the waits calls it several times a second.
-void look_after_rank() {
-  leave_when_idle();
-  PlainRecord* const record = plain_record;
-  if (!record) return;
-  record->show();
-  if (asked_for_record.exchange(false)) say("has SIGUSR1. " + dumped(*record, "SIGUSR1"));
-}
-
-// What MPICH does at a SIGUSR1, by which its launcher tells of processes that have failed; or null.
-void (*signal_handler_of_mpi)(int) = nullptr;
-
-bool belongs_to_mpi(const struct sigaction& action) {
-  if (action.sa_flags & SA_SIGINFO) return false;
-  Dl_info info = {};
-  const auto handler = reinterpret_cast<void*>(action.sa_handler);
-  return dladdr(handler, &info) && running().library().path == info.dli_fname;
-}
-
-// Have SIGUSR1 ask for the flight record, unless the program does something else at it.
-void handle_signal() {
-  struct sigaction action = {};
-  if (sigaction(SIGUSR1, nullptr, &action) != 0) return;
-  if (action.sa_handler != SIG_DFL) {
-    if (!belongs_to_mpi(action)) return;
-    signal_handler_of_mpi = action.sa_handler;
-  }
-  action.sa_handler = [](int number) {
-    asked_for_record = true;
-    if (signal_handler_of_mpi) signal_handler_of_mpi(number);
-  };
-  action.sa_flags = SA_RESTART;
-  sigaction(SIGUSR1, &action, nullptr);
-}
-
-// Let `jaxmpi top`, `jaxmpi timeline` and SIGUSR1 see a rank that no monitor of jaxmpi watches.
-void start_record() {
-  plain_record = new PlainRecord(running().place(), Recorded::waits_for);
-  handle_signal();
-}
-
-// End the job after a long wait, or for ranks that have left. For `jaxmpi run` the ranks that did
-// not come have failed, rather than this one, of which the line about its abort comes after theirs.
-void end_waiting(const std::vector<int>& left) {
-  if (!left.empty()) {
-    tell_of_missing(left);
-  } else if (joined) {
-    tell_of_missing(Recorded::waits_for().value_or(std::vector<int>()));
-  }
-  abort_job(kFailed, "a long wait");
-}
-
-void begin() {
-  std::call_once(began, [] {
-    process = getpid();
-    is_in_run = std::getenv("JAXMPI_RUN_DIR");
-    // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
-    watch_waits({say_and_dump, [](int rank) { return joined && running().has_left(rank); },
-                 end_waiting, look_after_rank});
-    try {
-      if (!can_reduce()) throw std::runtime_error("the processor has no AVX2");
-      const Wait wait([] { return std::string("the start of JAX's collectives over MPI"); },
-                      [] {
-                        return std::string(
-                            "all ranks of the job must call jax.distributed.initialize() and ask "
-                            "for devices");
-                      },
-                      nobody);
-      Job* const made = new Job;
-      job = made;
-      made->join();
-    } catch (const std::exception& error) {
-      die(std::string("cannot start JAX's collectives over MPI: ") + error.what());
-    }
-    joined = true;
-    if (!has_monitor) {
-      on_exit(at_exit, nullptr);
-      install_hooks();
-      start_record();
-    }
-  });
 }
 
 }  // namespace
@@ -677,10 +313,7 @@ Constant MPIABI_MAX = {number(Op::Max), 0};
 void jaxmpi_leave_end_to_monitor(int is_left) { leave_end_to_monitor(is_left != 0); }
 
 // jaxmpi.init begins: a monitor watches this rank from now on, and writes its records.
-void jaxmpi_leave_rank_to_monitor() {
-  has_monitor = true;
-  if (PlainRecord* const record = plain_record.exchange(nullptr)) record->hide();
-}
+void jaxmpi_leave_rank_to_monitor() { leave_rank_to_monitor(); }
 
 // The monitor of a rank calls it when the rank has come to its end, and waits for the other ranks.
 void jaxmpi_begin_to_leave() { begin_to_leave(); }
@@ -692,7 +325,7 @@ int MPIABI_Init_thread(int*, char***, int, int* provided) {
 }
 
 int MPIABI_Initialized(int* flag) {
-  *flag = joined;
+  *flag = has_begun();
   return 0;
 }
 

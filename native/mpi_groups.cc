@@ -180,27 +180,41 @@ bool Job::has_users(const std::vector<int>& members) {
   return found != groups_.end() && found->second.group && found->second.group->users > 0;
 }
 
-std::optional<std::vector<int>> Job::missing_ranks() {
-  std::vector<int> missing;
+void Job::expect(int rank) {
   const std::lock_guard lock(mutex_);
+  expected_.insert(rank);
+}
+
+void Job::expect_no_more(int rank) {
+  const std::lock_guard lock(mutex_);
+  expected_.erase(expected_.find(rank));
+}
+
+std::optional<std::vector<int>> Job::missing_ranks() {
+  const std::lock_guard lock(mutex_);
+  std::set<int> missing(expected_.begin(), expected_.end());
+  bool all_known = true;
   for (const auto& [members, slot] : groups_) {
     if (!slot.group || !slot.group->is_inside) continue;
     const std::vector<int> here = slot.group->transport->missing_ranks();  // on this node
-    if (here.empty() && slot.group->spans_nodes) return std::nullopt;
-    for (const int member : here) missing.push_back(members[static_cast<size_t>(member)]);
+    if (here.empty() && slot.group->spans_nodes) all_known = false;
+    for (const int member : here) missing.insert(members[static_cast<size_t>(member)]);
   }
-  std::sort(missing.begin(), missing.end());
-  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
-  return missing;
+  if (missing.empty() && !all_known) return std::nullopt;
+  return std::vector<int>(missing.begin(), missing.end());
+}
+
+void Job::leave_node() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [members, slot] : groups_) {
+    if (slot.group && slot.group->transport) slot.group->transport->leave();
+  }
 }
 
 bool Job::leave() {
   if (!leaves_) {
     leaves_ = true;
-    const std::lock_guard lock(mutex_);
-    for (const auto& [members, slot] : groups_) {
-      if (slot.group && slot.group->transport) slot.group->transport->leave();
-    }
+    leave_node();
     departures_->tell();
   }
   return departures_->have_told();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -68,16 +69,23 @@ class Job {
   // Return whether XLA has a communicator of some ranks.
   bool has_users(const std::vector<int>& members);
 
-  // Return the ranks that this one waits for now in the collectives that are on record; nothing
-  // where that is not known, as it may be for a rank of another node.
+  // Note on record that this rank waits for a message of another one, or no longer.
+  void expect(int rank);
+  void expect_no_more(int rank);
+
+  // Return the ranks that this one waits for now, as far as the waits are on record; nothing where
+  // that is not known, as it may be for a collective with ranks of other nodes.
   std::optional<std::vector<int>> missing_ranks();
 
-  // Let the other ranks know that no collective of this rank will come: those of this node at
-  // once. Return whether the others have been told, too; if not, call it again later.
+  // Let the other ranks of this node know that no collective of this rank will come: one that waits
+  // for it there throws RankLost. It is not taken back.
+  void leave_node();
+
+  // Let the ranks of other nodes know, too. Return whether all have been told; if not, call it
+  // again later.
   bool leave();
 
-  // Return whether this rank knows that another one has left. Collectives of a node see it by
-  // themselves.
+  // Return whether another rank has told this one that it has left.
   bool has_left(int rank);
 
   // End all ranks of the job.
@@ -104,6 +112,7 @@ class Job {
   JobPlace place_;
   std::mutex mutex_;
   std::map<std::vector<int>, Slot> groups_;
+  std::multiset<int> expected_;  // ranks of which messages are awaited
 };
 
 }  // namespace jaxmpi::mpi

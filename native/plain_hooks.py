@@ -1,10 +1,10 @@
 """How a rank of a plain JAX program ends its job, or leaves it.
 
-The library runs this text in the program's Python (mpi_abi.cc), in a namespace of its own, where no
-monitor of jaxmpi watches the rank. JAX waits at exit for all processes, of which some may wait for
+The library runs this text in the program's Python (plain_rank.cc), in a namespace of its own, in
+ranks that had no monitor of jaxmpi when JAX made its devices. JAX waits at exit for all processes, of which some may wait for
 this one in a collective: a rank that raises, or leaves by sys.exit with a code, ends the job before
 that. A rank that ends in any other way (at its last line, or by `raise SystemExit(3)`) may have
-succeeded or failed. It only begins to leave: see `leave_when_idle` in mpi_abi.cc.
+succeeded or failed. It only begins to leave: see `leave_when_idle` in plain_rank.cc.
 """
 
 import atexit
@@ -49,7 +49,7 @@ class Program:
     def status(self):
         """Return what the sys.exit that has ended the program was given; None without one."""
         if self.statuses:
-            return self.statuses[0]  # an exit is dropped before the one that it has replaced
+            return self.statuses[0]  # if one has replaced another, it is dropped before that
         # A cycle of references keeps one alive, as in absl.app.run.
         return next((error.code for error in self.exits if is_uncaught(error)), None)
 
@@ -86,10 +86,10 @@ def outermost_frame():
 def is_uncaught(error):
     """Return whether an exception has ended the program, which is over.
 
-    The last instruction of its traceback's first frame tells. (That is the outermost frame; up to
-    Python 3.11, the last one that had caught it.) It is the call from which the exception came, or
-    one that raises again what was caught. After any other, the frame has returned, or has raised
-    another exception in the place of this one.
+    It has if the last instruction of its traceback's first frame is the call from which the
+    exception came, or one that raises again what was caught. After any other, the frame has
+    returned, or has raised another exception in the place of this one. (The first frame is the
+    outermost one; up to Python 3.11, the last one that had caught the exception.)
     """
     trace = error.__traceback__
     if trace is None:
@@ -125,7 +125,8 @@ def install(end_job, begin_to_leave):
 
     Args:
       end_job: the address of a C function that ends the job with a code.
-      begin_to_leave: the address of one that says that the program has come to its end.
+      begin_to_leave: the address of one that notes that the program has ended without a known
+        failure.
     """
     end_job = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
     begin_to_leave = ctypes.CFUNCTYPE(None)(begin_to_leave)

@@ -25,7 +25,7 @@ int main(int count, char **arguments) {
   jaxmpi::mpi::watch_waits(
       {[](const std::string &text) { std::printf("%s\n", text.c_str()); },
        [how](int rank) { return how == "left" && rank == 1; },
-       [](const std::vector<int> &left) {
+       [](const std::set<int> &left) {
          std::printf("end for %zu that have left\n", left.size());
          std::fflush(stdout);
          std::_Exit(0);
@@ -36,12 +36,11 @@ int main(int count, char **arguments) {
   const auto none = [] { return std::string(); };
   const auto first = [] { return std::string("the first"); };
   const auto second = [] { return std::string("the second"); };
-  const std::vector<int> nobody, two = {0, 1};
-  const Wait a(first, none, nobody), b(first, none, nobody);
+  const Wait a(first, none, {}), b(first, none, {});
   pause(arguments[1]);
-  const Wait c(
-      second, [] { return std::string("it waits for rank 1"); }, two),
-      d(second, none, nobody);
+  const Wait c(second, [] { return std::string("it waits for rank 1"); },
+               {0, 1}),
+      d(second, none, {});
   pause(arguments[2]);
   return 0;
 }

@@ -1,8 +1,8 @@
-"""Rank 1 comes to its end before rank 0, which waits for it: program_that_leaves.py HOW.
+"""Rank 1 ends by SystemExit(3) while rank 0 waits for it in plain JAX: program_that_leaves.py HOW.
 
-HOW is "plain": the program does not call jaxmpi.init; or "init": it begins with it. With "later"
-after it, the ranks of plain JAX have communicated before. With "asynchronous" rank 1 has left its
-last collective to a thread, and rank 0 comes to it late.
+HOW is "plain": the program does not call jaxmpi.init; or "init": it does. With "later" after it,
+the ranks have communicated in plain JAX before. With "asynchronous" nothing is wrong: rank 1 has
+left its last collective to a thread, and rank 0 comes to it late.
 """
 
 import sys

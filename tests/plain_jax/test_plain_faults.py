@@ -31,7 +31,7 @@ SECONDS = 25.0  # from the fault to the end of the job
 CELLS = [*itertools.product(ENDS, PROGRAMS, RANKS)]
 FEW = [(fault, PROGRAMS[i], (2, 3, 4, 2)[i]) for i, fault in enumerate(ENDS)]
 
-# as in program_that_leaves.py
+# the arguments of program_that_leaves.py
 LEAVES = ("plain", "plain later", "init", "init later")
 
 

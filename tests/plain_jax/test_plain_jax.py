@@ -319,7 +319,7 @@ def test_watch_waits_ends_for_ranks_that_have_left(compiled):
     waits = compiled("check_waits.cc", "mpi_waits.cc")
     said = output_of(waits, "1", "9", "left", JAXMPI_STALL_SECONDS="0")
     assert said == [
-        "has waited 3 s in the second; rank 1 has left, and does not come. It ends the job.",
+        "has waited 4 s in the second; rank 1 has left, and does not come. It ends the job.",
         "end for 1 that have left",
     ]
 
@@ -437,6 +437,27 @@ def test_variables_complete_what_the_user_has_set_alike():
 
 # what each name and each route stands for on a host of Debian called "me"
 NAMES = {"me": "127.0.1.1", "localhost": "127.0.0.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
+
+
+def test_two_jobs_never_have_the_same_port():
+    """Not even those that start at one moment, before a coordinator listens."""
+    order = [*launch_plain_jax.PORTS][::-1]
+    program = (
+        "import sys; from jaxmpi._job.launch import plain_jax;"
+        f"plain_jax.PORTS = {order};"
+        "plain_jax.random.SystemRandom.sample = lambda self, ports, count: ports;"
+        "print(plain_jax._free_port(), flush=True); sys.stdin.read()"
+    )
+    jobs, pipe = [], subprocess.PIPE
+    for _ in range(3):
+        command = [sys.executable, "-c", program]
+        jobs.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+    ports = {job.stdout.readline() for job in jobs}
+    for job in jobs:
+        job.communicate()
+    assert len(ports) == 3
+
+
 ROUTES = {"10.0.0.2": "10.0.0.1", "10.0.0.3": "10.0.0.1", "192.0.2.1": "172.16.0.9"}
 
 

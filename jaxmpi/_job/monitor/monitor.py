@@ -47,6 +47,8 @@ LAUNCHER_NOTICE_SECONDS = 2.0
 LAST_RECORDS_SECONDS = 15.0
 MONITOR_THREAD_END_SECONDS = 30.0  # for the thread to end when the rank leaves
 LEAVING_NOTICE_SECONDS = 1.0  # a rank waits this long at its end before it tells the next rank
+# Later than a monitor ends the job for a rank that has left: it can say more than the library.
+PLAIN_NOTICE_SECONDS = LEAVING_NOTICE_SECONDS + LEFT_RANK_GRACE_SECONDS + 2.0
 MAX_GREETED_RANKS = 256  # on other hosts: a connection takes a file descriptor and some memory
 MAX_GATHERINGS = 64  # incomplete gatherings that rank 0 keeps
 
@@ -120,6 +122,7 @@ class Monitor:
         self._arrived: list[tuple[int, Letter]] = []  # messages that no thread has handled
         self._failed: list[Callable[..., object]] = []  # whose defect has been reported
         self._leaving = threading.Event()
+        self._exits = False  # the script has ended; `leave` may also be called by `finalize`
         self._left: tuple[int, int] | None = None  # a rank that left, and its collectives
         self._waiting_since: float | None = None
         self._communicates = _jaxcompat.watch_communication()
@@ -325,6 +328,7 @@ class Monitor:
     # the end of this rank
 
     def _at_exit(self) -> None:
+        self._exits = True
         try:
             self.leave()
         except BaseException as error:  # or else it would wait for the others in MPI_Finalize
@@ -364,19 +368,20 @@ class Monitor:
         """Sleep until `done`; tell the next rank when that takes long.
 
         One message is enough: if the next rank waits for this one, it ends the job. If it has left,
-        too, it tells the rank after it.
+        too, it tells the rank after it. Some seconds later, the library for collectives of plain
+        JAX tells others, too: monitors know nothing of these.
         """
         place = self.backend.place
-        start, told, left, pause = time.monotonic(), False, False, 0.0005
+        start, pause = time.monotonic(), 0.0005
+        told_next = told_library = False
         while not done():
             self.poll()
             waited = time.monotonic() - start
-            if not told and waited > LEAVING_NOTICE_SECONDS:
-                told = True
+            if not told_next and waited > LEAVING_NOTICE_SECONDS:
+                told_next = True
                 self.send((place.rank + 1) % place.size, "left", self.backend.progress()[0])
-            # Monitors know nothing of collectives of plain JAX, and of programs more than JAX does.
-            if not left and waited > LEAVING_NOTICE_SECONDS + 1.5 * LEFT_RANK_GRACE_SECONDS:
-                left = True
+            if self._exits and not told_library and waited > PLAIN_NOTICE_SECONDS:
+                told_library = True
                 jax_collectives.begin_to_leave()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

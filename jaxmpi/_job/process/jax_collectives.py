@@ -54,7 +54,7 @@ def find_library() -> Path | None:
 
 
 def leave_end_to_monitor(is_left: bool) -> None:
-    """Have the library only report long waits, or end the job for one again.
+    """Have the library only report long waits if `is_left`; else end the job for them again.
 
     The monitor knows what all ranks do in a program of jaxmpi: a long wait may be for a rank that
     computes for long. It does not see the collectives of plain JAX beside these programs.
@@ -77,7 +77,8 @@ def leave_rank_to_monitor() -> None:
 def begin_to_leave() -> None:
     """Have the library tell the other ranks that this one has left, once it is idle.
 
-    A rank that waits for it in a collective of plain JAX ends the job then.
+    A rank that waits for it in a collective of plain JAX ends the job then. It is not taken back:
+    the script must have ended.
     """
     library = _loaded_library()
     if library is not None:
