@@ -1,10 +1,11 @@
 """How a rank of a plain JAX program ends its job, or leaves it.
 
-The library runs this text in the program's Python (plain_rank.cc), in a namespace of its own, in
-ranks that had no monitor of jaxmpi when JAX made its devices. JAX waits at exit for all processes, of which some may wait for
-this one in a collective: a rank that raises, or leaves by sys.exit with a code, ends the job before
-that. A rank that ends in any other way (at its last line, or by `raise SystemExit(3)`) may have
-succeeded or failed. It only begins to leave: see `leave_when_idle` in plain_rank.cc.
+The library runs this text in the program's Python when JAX is imported (plain_rank.cc), in a
+namespace of its own. The hooks act in ranks that no monitor of jaxmpi watches. JAX waits at exit
+for all processes, of which some may wait for this one in a collective: a rank that raises, or
+leaves by sys.exit with a code, ends the job before that. A rank that ends in any other way (at its
+last line, or by `raise SystemExit(3)`) may have succeeded or failed. It only begins to leave: see
+`leave_when_idle` in plain_rank.cc.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import threading
 import weakref
 
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes, the last one of Ctrl-C
+WATCHED, RANK, UNKNOWN = range(3)  # kinds of process: enum Process of plain_rank.cc
 # (instruction, argument) of `finally`, `with`, `except` that does not match, and of a bare `raise`
 RERAISES = {("RERAISE", 0), ("RERAISE", 1), ("RERAISE", 2), ("RAISE_VARARGS", 0)}
 
@@ -105,6 +107,7 @@ def exit(status=None, /):
     error = Exit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
     if threading.current_thread() is threading.main_thread() and not program.has_ended():
         program.exits.add(error)
+        run_first_at_exit()
     raise error
 
 
@@ -120,42 +123,81 @@ def code_of_error(error):
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
-def install(end_job, begin_to_leave):
+class Library:
+    """The functions of the library that the hooks call; `install` sets them."""
+
+    process_kind = end_job = begin_to_leave = None
+
+
+def is_rank():
+    """Return whether this process is a rank that no monitor of jaxmpi watches."""
+    if os.getpid() != program.process:
+        return False
+    kind = Library.process_kind()
+    if kind == UNKNOWN:  # before JAX has made its devices
+        distributed = sys.modules.get("jax._src.distributed")
+        return distributed is not None and distributed.global_state.client is not None
+    return kind == RANK
+
+
+def end(code):
+    """End the job."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, or closed
+            stream.flush()
+    Library.end_job(code)
+
+
+def at_exit():
+    """End the job if the program has failed; else begin to leave it."""
+    if not is_rank():
+        return
+    error = program.error()  # the hook may have been replaced
+    code = exit_code(program.status()) if error is None else code_of_error(error)
+    if code == OK:
+        Library.begin_to_leave()
+    else:
+        end(code)
+
+
+def run_first_at_exit():
+    """Have Python call `at_exit` before all functions that have been registered until now.
+
+    JAX's waits for the other processes. It is registered when JAX is imported, which is later than
+    the hooks are installed.
+    """
+    atexit.unregister(at_exit)
+    atexit.register(at_exit)
+
+
+def begin():
+    """Note that this process is a rank now: JAX makes its devices."""
+    if os.getpid() != program.process:  # forked after the import of JAX
+        program.__init__()
+    run_first_at_exit()
+
+
+def install(process_kind, end_job, begin_to_leave):
     """Install the hooks.
 
     Args:
-      end_job: the address of a C function that ends the job with a code.
+      process_kind: the address of a C function that returns WATCHED, RANK or UNKNOWN.
+      end_job: the address of one that ends the job with a code.
       begin_to_leave: the address of one that notes that the program has ended without a known
         failure.
     """
-    end_job = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
-    begin_to_leave = ctypes.CFUNCTYPE(None)(begin_to_leave)
+    Library.process_kind = ctypes.CFUNCTYPE(ctypes.c_int)(process_kind)
+    Library.end_job = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_job)
+    Library.begin_to_leave = ctypes.CFUNCTYPE(None)(begin_to_leave)
     show = sys.excepthook
-
-    def end(code):
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # None, or closed
-                stream.flush()
-        end_job(code)
 
     def excepthook(kind, error, trace):
         show(kind, error, trace)
         # A program may call it itself, and a prompt goes on.
-        if os.getpid() == program.process and program.has_ended() and not sys.flags.interactive:
+        if program.has_ended() and not sys.flags.interactive and is_rank():
             end(code_of_error(error))
 
-    def at_exit():
-        if os.getpid() != program.process:
-            return
-        error = program.error()  # the hook may have been replaced
-        code = exit_code(program.status()) if error is None else code_of_error(error)
-        if code == OK:
-            begin_to_leave()
-        else:
-            end(code)
-
     sys.excepthook = excepthook
-    atexit.register(at_exit)
     replace_exit()
 
 

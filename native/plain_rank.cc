@@ -39,7 +39,8 @@ std::atomic<bool> joined = false;       // whether the ranks know each other
 pid_t process = 0;                      // that has called MPI_Init
 bool is_in_run = false;                 // whether `jaxmpi run` has started this rank
 std::atomic<bool> has_monitor = false;  // whether jaxmpi.init has begun; its monitor comes later
-// Of a rank that has none. Never destroyed.
+std::atomic<bool> has_hooks = false;    // whether plain_hooks.py sees to the end of this rank
+// Of a rank that has no monitor. Never destroyed.
 std::atomic<PlainRecord*> record_of_rank = nullptr;
 std::atomic<bool> asked_for_record = false;  // by SIGUSR1
 std::atomic<bool> leaving = false;           // this rank is at its end, and has not failed
@@ -191,14 +192,19 @@ void leave_when_idle() {
   }
 }
 
+// The kinds of process for plain_hooks.py: a rank that jaxmpi's monitor watches; one that the hooks
+// watch; or not known, before JAX has made its devices, and in a process that is no rank.
+enum Process { kWatched, kRank, kUnknown };
+
+int process_kind() { return has_hooks ? kRank : has_monitor ? kWatched : kUnknown; }
+
 template <class Function>
 Function function_of_python(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Run plain_hooks.py in a namespace of its own, if this process runs Python. The hooks remain where
-// the program calls jaxmpi.init later.
-void install_hooks() {
+// Run code in the namespace of plain_hooks.py, if this process runs Python.
+void run_in_hooks(const std::string& code) {
   constexpr int kFileInput = 257;  // Py_file_input
   const auto ensure = function_of_python<int (*)()>("PyGILState_Ensure");
   const auto release = function_of_python<void (*)(int)>("PyGILState_Release");
@@ -206,14 +212,24 @@ void install_hooks() {
   const auto run = function_of_python<void* (*)(const char*, int, void*, void*)>("PyRun_String");
   const auto print_error = function_of_python<void (*)()>("PyErr_Print");
   if (!ensure || !release || !new_namespace || !run || !print_error) return;
-  std::ostringstream code;
-  code << kPlainHooks << "\ninstall(" << reinterpret_cast<uintptr_t>(&end_job) << ", "
-       << reinterpret_cast<uintptr_t>(&begin_to_leave) << ")\n";
   const int state = ensure();
-  // The namespace is never released: the hooks live as long as Python.
-  void* const names = new_namespace();
-  if (!run(code.str().c_str(), kFileInput, names, names)) print_error();
+  // Never released: the hooks live as long as Python.
+  static void* const names = new_namespace();
+  if (!run(code.c_str(), kFileInput, names, names)) print_error();
   release(state);
+}
+
+// Run when jaxlib is imported, and opens this library. An error of the program may end a rank
+// before JAX makes its devices, which would start MPI.
+__attribute__((constructor)) void install_hooks() {
+  is_in_run = std::getenv("JAXMPI_RUN_DIR");
+  const char* const collectives = std::getenv("JAX_CPU_COLLECTIVES_IMPLEMENTATION");
+  if (!collectives || std::string(collectives) != "mpi") return;
+  std::ostringstream code;
+  code << kPlainHooks << "\ninstall(" << reinterpret_cast<uintptr_t>(&process_kind) << ", "
+       << reinterpret_cast<uintptr_t>(&end_job) << ", "
+       << reinterpret_cast<uintptr_t>(&begin_to_leave) << ")\n";
+  run_in_hooks(code.str());
 }
 
 // Run by exit(), after Python has shut down. A forked child has no part in it.
@@ -344,7 +360,6 @@ void begin_to_leave() { leaving = true; }
 void begin() {
   std::call_once(began, [] {
     process = getpid();
-    is_in_run = std::getenv("JAXMPI_RUN_DIR");
     // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
     watch_waits({say_and_dump, has_left, end_waiting, look_after_rank});
     try {
@@ -365,7 +380,8 @@ void begin() {
     joined = true;
     if (!has_monitor) {
       on_exit(at_exit, nullptr);
-      install_hooks();
+      has_hooks = true;  // also where the program calls jaxmpi.init later
+      run_in_hooks("begin()\n");
       start_record();
     }
   });

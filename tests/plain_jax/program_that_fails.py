@@ -21,6 +21,8 @@ if how.endswith("beside mpi4py"):
 jax.distributed.initialize()
 if how == "start" and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     time.sleep(3)
+if how == "before devices" and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    raise ValueError("of rank 1")
 n, rank = jax.process_count(), jax.process_index()
 mesh = jax.make_mesh((n,), ("d",))
 permutes = how.endswith("permute")

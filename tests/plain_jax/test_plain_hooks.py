@@ -8,14 +8,21 @@ import pytest
 
 HOOKS = Path(__file__).parents[2] / "native" / "plain_hooks.py"
 PROGRAM = f"""
+KIND = 1  # a rank
 from sys import exit as exit_of_sys
 import argparse, asyncio, atexit, code, contextlib, ctypes, os, pickle, sys, threading
 end = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda code: os.write(1, b"ends with %d\\n" % code))
+kind = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: KIND)
 leave = ctypes.CFUNCTYPE(None)(lambda: os.write(1, b"leaves\\n"))
 def install():
     hooks = {{}}
     exec(open({str(HOOKS)!r}).read(), hooks)
-    hooks["install"](*(ctypes.cast(f, ctypes.c_void_p).value for f in (end, leave)))
+    functions = (kind, end, leave)
+    hooks["install"](*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
+    process = os.getpid()
+    atexit.register(lambda: os.getpid() == process and os.write(1, b"JAX waits\\n"))
+    if KIND == 1:
+        hooks["begin"]()
 install()
 print = None  # the hooks do not use the names of the program
 def catch(*status):
@@ -148,6 +155,42 @@ def test_the_end_of_a_program_is_seen(end, as_module, tmp_path):
     code = done.returncode & 0xFF if done.returncode >= 0 else 130  # by SIGINT
     if end != SEEN_BY_NOBODY:
         assert said == (f"ends with {code}" if code else "leaves")
+
+
+BEFORE_DEVICES = {  # whether JAX is connected to the other processes, an end: what is printed first
+    (True, ""): "JAX waits",  # a rank that ends without devices is not known to have failed
+    (True, "sys.exit(3)"): "ends with 3",
+    (True, "raise ValueError"): "ends with 1",
+    (True, "catch(3)"): "leaves",
+    (False, "sys.exit(3)"): "JAX waits",
+    (False, "raise ValueError"): "JAX waits",
+}
+
+
+@pytest.mark.parametrize(("connected", "end"), BEFORE_DEVICES)
+def test_a_rank_may_end_before_jax_has_made_its_devices(connected, end, tmp_path):
+    """A process that imports JAX and is no rank, such as a worker of a data loader, ends alone."""
+    state = f"""
+import types
+module = sys.modules["jax._src.distributed"] = types.ModuleType("distributed")
+module.global_state = types.SimpleNamespace(client={'"a client"' if connected else None})
+"""
+    program = PROGRAM.replace("KIND = 1  # a rank", "KIND = 2  # unknown") + state + end
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[:1] == [BEFORE_DEVICES[connected, end]], done.stderr
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError"])
+def test_a_rank_with_a_monitor_is_left_to_it(end, tmp_path):
+    program = PROGRAM.replace("KIND = 1  # a rank", "KIND = 0  # watched") + end
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "JAX waits\n", done.stderr
 
 
 def test_what_sys_exit_raises_looks_like_pythons_own(tmp_path):

@@ -126,6 +126,7 @@ def check_threads(calls):
     [
         ("none", 0, ["done"]),
         ("raise", 1, ["ValueError: of rank 1", "the job failed: rank 1 "]),
+        ("before devices", 1, ["ValueError: of rank 1", "the job failed: "]),
         ("exit", 3, ["rank 1 ends the job, with code 3", "the job failed: rank 1 "]),
         ("exit in try", 3, ["cleans up", "rank 1 ends the job, with code 3"]),
         ("exit()", 3, ["rank 1 ends the job, with code 3", "the job failed: rank 1 "]),

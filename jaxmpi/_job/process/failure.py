@@ -168,7 +168,7 @@ def find_stalled(text: str) -> list[Failure]:
 def marked(failures: Sequence[Failure]) -> str:
     """Return the line of output that tells `jaxmpi run` of failures; "" where it did not start us.
 
-    Native code writes such a line, too (native/mpi_abi.cc).
+    Native code writes such a line, too (native/plain_rank.cc).
     """
     return f"{MARK}{to_json(failures)}\n" if "JAXMPI_RUN_DIR" in os.environ else ""
 

@@ -317,7 +317,7 @@ def test_a_record_that_others_have_written_into_is_left_out(text):
 
 
 def test_a_rank_that_waited_itself_is_not_the_one_that_others_waited_for():
-    """Rank 0 waited for rank 2, which waited for rank 1: see native/mpi_abi.cc."""
+    """Rank 0 waited for rank 2, which waited for rank 1: see native/plain_rank.cc."""
     stalled = [Failure(rank, cause=Cause.STALLED, joined=True) for rank in range(3)]
     aborts = [Failure(rank, cause=Cause.ABORT, code=1) for rank in range(3)]
     told = [stalled[2], aborts[0], stalled[1], aborts[2]]
