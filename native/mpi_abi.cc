@@ -139,10 +139,9 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   // The wait begins with the turn: before, the transport's counters are those of the message of
   // another thread, which reports it itself.
   const std::lock_guard turn(group.mutex);
-  // One at a step of an all-to-all may be through with it while others are in theirs.
+  // In a step of an all-to-all, the one to which this rank sends may be through with its part.
   std::vector<int> ranks = group.members;
-  if (operation.kind == Kind::Permute)
-    ranks = {group.members[operation.source], group.members[operation.dest]};
+  if (operation.kind == Kind::Permute) ranks = {group.members[operation.source]};
   const Wait wait(describe, missing, std::move(ranks));
   const Recorded recorded(group, fingerprint, array.bytes(),
                           [&what, &group] { return what() + ", with " + list(group.members); });
@@ -334,7 +333,8 @@ int MPIABI_Finalized(int* flag) {
   return 0;
 }
 
-// XLA calls it while programs may still run; `at_exit`, or whoever has started MPI, ends it.
+// XLA calls it while programs may still run. The end of the process ends MPI, or whoever has
+// started it.
 int MPIABI_Finalize() { return 0; }
 
 // XLA asks before it makes a communicator, because it knows no MPI that any thread may call.

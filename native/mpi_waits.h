@@ -23,8 +23,8 @@ struct Watcher {
 // Start a thread that watches the waits. It says so of each one that takes longer than
 // JAXMPI_STALL_SECONDS (60 by default). It ends the job for one that takes longer than
 // JAXMPI_STALL_END_SECONDS; by default it never does: nothing is known of what the missing rank
-// does, and it may evaluate or write a checkpoint. 0 means never, for both. It also ends it for a
-// wait that goes on for some seconds after one of its ranks has left.
+// does, and it may evaluate or write a checkpoint. (0 means never, for both variables.) It also
+// ends the job for a wait that goes on for some seconds after one of its ranks has left.
 void watch_waits(Watcher watcher);
 
 // Return how many waits of this rank have begun, and how many of them have not ended.
@@ -36,7 +36,7 @@ void leave_end_to_monitor(bool is_left);
 
 // A wait, for as long as it exists. describe() returns a phrase such as "an all-reduce of 4096
 // bytes", and missing() who has not come, or ""; the watching thread calls both. The
-// wait does not end without all of `ranks`; this rank may be one of them.
+// wait ends only once each of `ranks` has done its part; this rank may be one of them.
 class Wait {
  public:
   Wait(std::function<std::string()> describe, std::function<std::string()> missing,

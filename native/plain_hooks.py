@@ -1,6 +1,6 @@
 """How a rank of a plain JAX program ends its job, or leaves it.
 
-The library runs this text in the program's Python when JAX is imported (plain_rank.cc), in a
+The library runs this text in the program's Python once JAX is imported (plain_rank.cc), in a
 namespace of its own. The hooks act in ranks that no monitor of jaxmpi watches. JAX waits at exit
 for all processes, of which some may wait for this one in a collective: a rank that raises, or
 leaves by sys.exit with a code, ends the job before that. A rank that ends in any other way (at its
@@ -35,11 +35,11 @@ class Program:
         self.statuses = []  # of those that nothing has caught, dropped at the program's end
 
     def has_ended(self):
-        """Return whether Python runs what is called in the main thread after the program."""
+        """Return whether the program's own code is over, and Python itself calls in its thread."""
         frame = outermost_frame()
         if threading.current_thread() is not threading.main_thread():
             return False
-        if self.frame is None:  # another thread has made JAX's devices
+        if self.frame is None:  # another thread has installed the hooks
             return frame.f_globals is globals()
         return frame is not self.frame
 
@@ -52,8 +52,10 @@ class Program:
         """Return what the sys.exit that has ended the program was given; None without one."""
         if self.statuses:
             return self.statuses[0]  # if one has replaced another, it is dropped before that
-        # A cycle of references keeps one alive, as in absl.app.run.
-        return next((error.code for error in self.exits if is_uncaught(error)), None)
+        # A cycle of references keeps one alive, as in absl.app.run. A program may keep one, too,
+        # such as unittest's assertRaises, which removes its traceback.
+        kept = (error for error in self.exits if error.__traceback__ is not None)
+        return next((error.code for error in kept if is_uncaught(error)), None)
 
 
 class Exit(SystemExit):
@@ -152,26 +154,33 @@ def at_exit():
     """End the job if the program has failed; else begin to leave it."""
     if not is_rank():
         return
-    error = program.error()  # the hook may have been replaced
+    error = None if has_prompt() else program.error()  # the hook may have been replaced
     code = exit_code(program.status()) if error is None else code_of_error(error)
     if code == OK:
+        with contextlib.suppress(Exception):  # which JAX raises again in a moment
+            sys.modules["jax"].effects_barrier()  # callbacks may still run, and programs after them
         Library.begin_to_leave()
     else:
         end(code)
 
 
+def has_prompt():
+    """Return whether Python goes on at a prompt after an error."""
+    asked_for = sys.flags.interactive or (sys.flags.inspect and os.isatty(0))
+    return asked_for or hasattr(sys, "ps1")
+
+
 def run_first_at_exit():
     """Have Python call `at_exit` before all functions that have been registered until now.
 
-    JAX's waits for the other processes. It is registered when JAX is imported, which is later than
-    the hooks are installed.
+    JAX's waits for the other processes. It is registered while JAX is imported.
     """
     atexit.unregister(at_exit)
     atexit.register(at_exit)
 
 
 def begin():
-    """Note that this process is a rank now: JAX makes its devices."""
+    """Note that this process is a rank from now on: JAX makes its devices."""
     if os.getpid() != program.process:  # forked after the import of JAX
         program.__init__()
     run_first_at_exit()
@@ -193,8 +202,8 @@ def install(process_kind, end_job, begin_to_leave):
 
     def excepthook(kind, error, trace):
         show(kind, error, trace)
-        # A program may call it itself, and a prompt goes on.
-        if program.has_ended() and not sys.flags.interactive and is_rank():
+        # A program may call it itself.
+        if program.has_ended() and not has_prompt() and is_rank():
             end(code_of_error(error))
 
     sys.excepthook = excepthook

@@ -36,7 +36,7 @@ constexpr int64_t kIdleCpuNs = 100'000'000;
 std::atomic<Job*> job = nullptr;
 std::once_flag began;
 std::atomic<bool> joined = false;       // whether the ranks know each other
-pid_t process = 0;                      // that has called MPI_Init
+pid_t rank_pid = 0;                     // that has called MPI_Init
 bool is_in_run = false;                 // whether `jaxmpi run` has started this rank
 std::atomic<bool> has_monitor = false;  // whether jaxmpi.init has begun; its monitor comes later
 std::atomic<bool> has_hooks = false;    // whether plain_hooks.py sees to the end of this rank
@@ -107,7 +107,7 @@ std::string dumped(PlainRecord& record, const std::string& why) {
 // Write it at the end of the process where the user has named a folder, and say why not.
 void dump_at_end(const std::string& why) {
   PlainRecord* const record = record_of_rank;
-  if (!record || !record->has_named_folder() || getpid() != process) return;
+  if (!record || !record->has_named_folder() || getpid() != rank_pid) return;
   try {
     record->dump(why);
   } catch (const std::exception& error) {
@@ -177,7 +177,7 @@ bool mpi_runs() {
 // Tell the other ranks that this one has left, when its program is at its end and seems to be idle:
 // at kIdleLooks looks in a row it has neither communicated nor computed.
 void leave_when_idle() {
-  static int looks = 0;  // since `then`; a process that was suspended has not been looked at
+  static int looks = 0;  // since `then`. (A time would go on while the process is suspended.)
   static Work then;
   const std::lock_guard lock(leaving_mutex);
   if (!leaving || !joined) return;
@@ -203,39 +203,67 @@ Function function_of_python(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Run code in the namespace of plain_hooks.py, if this process runs Python.
-void run_in_hooks(const std::string& code) {
+// Run code in the namespace of plain_hooks.py. Return false if this process does not run Python, or
+// the code fails.
+bool run_in_hooks(const std::string& code) {
   constexpr int kFileInput = 257;  // Py_file_input
   const auto ensure = function_of_python<int (*)()>("PyGILState_Ensure");
   const auto release = function_of_python<void (*)(int)>("PyGILState_Release");
   const auto new_namespace = function_of_python<void* (*)()>("PyDict_New");
   const auto run = function_of_python<void* (*)(const char*, int, void*, void*)>("PyRun_String");
   const auto print_error = function_of_python<void (*)()>("PyErr_Print");
-  if (!ensure || !release || !new_namespace || !run || !print_error) return;
+  if (!ensure || !release || !new_namespace || !run || !print_error) return false;
   const int state = ensure();
-  // Never released: the hooks live as long as Python.
-  static void* const names = new_namespace();
-  if (!run(code.c_str(), kFileInput, names, names)) print_error();
+  // Never released: the hooks live as long as Python. Python's GIL protects it.
+  static void* names = nullptr;
+  if (!names) names = new_namespace();
+  const bool succeeds = run(code.c_str(), kFileInput, names, names);
+  if (!succeeds) print_error();
   release(state);
+  return succeeds;
 }
 
-// Run when jaxlib is imported, and opens this library. An error of the program may end a rank
-// before JAX makes its devices, which would start MPI.
-__attribute__((constructor)) void install_hooks() {
+// Install the hooks, once. Return whether they are.
+bool install_hooks() {
+  enum State { kAbsent, kBeingInstalled, kInstalled, kFailedToInstall };
+  static std::atomic<State> state = kAbsent;
+  State absent = kAbsent;
+  if (state.compare_exchange_strong(absent, kBeingInstalled)) {
+    std::ostringstream code;
+    code << kPlainHooks << "\ninstall(" << reinterpret_cast<uintptr_t>(&process_kind) << ", "
+         << reinterpret_cast<uintptr_t>(&end_job) << ", "
+         << reinterpret_cast<uintptr_t>(&begin_to_leave) << ")\n";
+    state = run_in_hooks(code.str()) ? kInstalled : kFailedToInstall;
+  }
+  // Another thread is at it. It needs Python's GIL, which this one may hold, and lets go in
+  // sleep().
+  while (state == kBeingInstalled) run_in_hooks("import time\ntime.sleep(0.001)\n");
+  return state == kInstalled;
+}
+
+// Run when jaxlib is imported, and opens this library. The hooks are to be there before JAX makes
+// its devices, as an error of the program may end the rank before. They are installed by Python's
+// main thread a moment later: the loader's lock is held here, and another thread that waits for it
+// with the GIL would wait for ever.
+__attribute__((constructor)) void schedule_hooks() {
   is_in_run = std::getenv("JAXMPI_RUN_DIR");
   const char* const collectives = std::getenv("JAX_CPU_COLLECTIVES_IMPLEMENTATION");
   if (!collectives || std::string(collectives) != "mpi") return;
-  std::ostringstream code;
-  code << kPlainHooks << "\ninstall(" << reinterpret_cast<uintptr_t>(&process_kind) << ", "
-       << reinterpret_cast<uintptr_t>(&end_job) << ", "
-       << reinterpret_cast<uintptr_t>(&begin_to_leave) << ")\n";
-  run_in_hooks(code.str());
+  const auto add_pending_call =
+      function_of_python<int (*)(int (*)(void*), void*)>("Py_AddPendingCall");
+  if (add_pending_call)
+    add_pending_call(
+        [](void*) {
+          install_hooks();
+          return 0;
+        },
+        nullptr);
 }
 
 // Run by exit(), after Python has shut down. A forked child has no part in it.
-void at_exit(int code, void*) {
+void at_end_of_process(int code, void*) {
   Job* const known = job;
-  if (!known || getpid() != process) return;
+  if (!known || getpid() != rank_pid) return;
   if (PlainRecord* const record = record_of_rank; record && code == 0) record->leave_run();
   const bool runs = mpi_runs();
   if (code != 0 && runs) abort_job(code);
@@ -313,7 +341,7 @@ void end_waiting(const std::set<int>& left) {
 }  // namespace
 
 void abort_job(int code, const std::string& why) {
-  if (process && getpid() != process) std::_Exit(code);  // a forked child is no rank
+  if (rank_pid && getpid() != rank_pid) std::_Exit(code);  // a forked child is no rank
   dump_at_end(why.empty() ? "code " + std::to_string(code) : why);
   tell_of_abort(code);
   std::this_thread::sleep_for(kRelayTime);
@@ -339,7 +367,7 @@ std::string list(const std::vector<int>& ranks) {
 Job& running() {
   Job* const known = job;
   if (!known) throw std::runtime_error("MPI_Init has not been called");
-  if (getpid() != process)
+  if (getpid() != rank_pid)
     throw std::runtime_error("a forked child of a rank cannot communicate: use spawn");
   return *known;
 }
@@ -359,7 +387,7 @@ void begin_to_leave() { leaving = true; }
 
 void begin() {
   std::call_once(began, [] {
-    process = getpid();
+    rank_pid = getpid();
     // Before MPI: its start waits for all ranks, and so does the exchange of where they are.
     watch_waits({say_and_dump, has_left, end_waiting, look_after_rank});
     try {
@@ -379,9 +407,9 @@ void begin() {
     }
     joined = true;
     if (!has_monitor) {
-      on_exit(at_exit, nullptr);
-      has_hooks = true;  // also where the program calls jaxmpi.init later
-      run_in_hooks("begin()\n");
+      on_exit(at_end_of_process, nullptr);
+      // They remain where the program calls jaxmpi.init later.
+      has_hooks = install_hooks() && run_in_hooks("begin()\n");
       start_record();
     }
   });

@@ -1,5 +1,9 @@
 // The rank that this process is for JAX's own collectives: its start, what it says of itself, and
 // its end. Where the program calls jaxmpi.init, the rank's monitor takes over most of this.
+//
+// A program ends, and plain_hooks.py sees how: with a failure, which ends the job for all ranks; or
+// else the rank begins to leave, and ranks that wait for it in vain end the job later. Whatever
+// ends the job does so by `abort_job`.
 #pragma once
 
 #include <string>

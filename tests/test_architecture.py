@@ -114,6 +114,9 @@ STATE = {  # what modules hold that changes, and why it is not in the Session
         "_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is "
         "no rank"
     },
+    "_job.launch.plain_jax": {
+        "_taken": "ports of JAX's coordinator, which the launcher holds until it ends"
+    },
     "_data.prefetch": {
         "_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"
     },

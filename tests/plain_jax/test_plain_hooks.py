@@ -10,7 +10,7 @@ HOOKS = Path(__file__).parents[2] / "native" / "plain_hooks.py"
 PROGRAM = f"""
 KIND = 1  # a rank
 from sys import exit as exit_of_sys
-import argparse, asyncio, atexit, code, contextlib, ctypes, os, pickle, sys, threading
+import argparse, asyncio, atexit, code, contextlib, ctypes, os, pickle, sys, threading, unittest
 end = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda code: os.write(1, b"ends with %d\\n" % code))
 kind = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: KIND)
 leave = ctypes.CFUNCTYPE(None)(lambda: os.write(1, b"leaves\\n"))
@@ -85,6 +85,7 @@ ENDS = {  # how a program ends: what the hooks say
     "catch(3); sys.exit(4)": "ends with 4",
     "try: sys.exit(3)\nexcept SystemExit as error: kept = error": "leaves",
     "try: keep_and_raise()\nexcept SystemExit: pass": "leaves",
+    "with unittest.TestCase().assertRaises(SystemExit) as kept: sys.exit(3)": "leaves",
     # caught, and raised again
     "try: sys.exit(3)\nfinally: 1": "ends with 3",
     "try: sys.exit(3)\nexcept ValueError: 1": "ends with 3",
@@ -127,7 +128,7 @@ IN_A_THREAD = [
 
 
 @pytest.mark.parametrize("end", IN_A_THREAD)
-def test_another_thread_may_have_made_the_devices(end, tmp_path):
+def test_another_thread_may_have_installed_the_hooks(end, tmp_path):
     assert "\ninstall()\n" in PROGRAM
     thread = "thread = threading.Thread(target=install); thread.start(); thread.join()"
     (tmp_path / "program.py").write_text(PROGRAM.replace("\ninstall()\n", f"\n{thread}\n") + end)
@@ -211,3 +212,17 @@ for status in ((1, 2), SystemExit(4)):
         [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_before_a_prompt_ends_nothing(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM + "raise ValueError")
+    done = subprocess.run(
+        [sys.executable, "-i", "program.py"],
+        cwd=tmp_path,
+        input="1 / 0",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "ValueError" in done.stderr and "ZeroDivisionError" in done.stderr
+    assert done.stdout.splitlines()[0] == "leaves", done.stderr
