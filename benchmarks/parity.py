@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import tarfile
 import venv
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +117,16 @@ def install(commit):
     return installed
 
 
+@cache
+def mpi_library():
+    """Return the path of the MPI library of this environment; the commit's would look elsewhere."""
+    program = (
+        "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI;"
+        "from jaxmpi._job.process import loaded_mpi; print(loaded_mpi.loaded()[0])"
+    )
+    return subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+
+
 def launch(installed, ranks, command, environment, log):
     """Run a command on `ranks` ranks of an installed jaxmpi, with its output in `log`.
 
@@ -132,6 +143,7 @@ def launch(installed, ranks, command, environment, log):
             env={
                 **os.environ,
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "MPI4PY_LIBMPI": mpi_library(),
                 **environment,
             },
         ).returncode
