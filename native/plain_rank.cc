@@ -188,7 +188,11 @@ void leave_when_idle() {
     looks = 1;
     then = work;
   } else if (++looks > kIdleLooks) {
-    if (!mpi_runs() || running().leave()) leaving = false;
+    try {
+      if (!mpi_runs() || running().leave()) leaving = false;
+    } catch (const std::exception&) {  // of MPI, where a rank has failed: the job ends for that
+      leaving = false;
+    }
   }
 }
 

@@ -436,10 +436,6 @@ def test_variables_complete_what_the_user_has_set_alike():
     assert added[jax_collectives.LIBRARY_VARIABLE] == str(jax_collectives.find_library())
 
 
-# what each name and each route stands for on a host of Debian called "me"
-NAMES = {"me": "127.0.1.1", "localhost": "127.0.0.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
-
-
 def test_two_jobs_never_have_the_same_port():
     """Not even those that start at one moment, before a coordinator listens."""
     order = [*launch_plain_jax.PORTS][::-1]
@@ -459,6 +455,8 @@ def test_two_jobs_never_have_the_same_port():
     assert len(ports) == 3
 
 
+# what each name and each route stands for on a host of Debian called "me"
+NAMES = {"me": "127.0.1.1", "localhost": "127.0.0.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
 ROUTES = {"10.0.0.2": "10.0.0.1", "10.0.0.3": "10.0.0.1", "192.0.2.1": "172.16.0.9"}
 
 
