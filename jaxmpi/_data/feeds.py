@@ -57,8 +57,13 @@ class Feed(ABC):
         """Yield (batch, mark) to the end of the epoch; on any thread."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Note that all of the epoch was used: the next one follows."""
+    def end(self, left_at: Any = None) -> None:
+        """Note that the epoch is over: the next one follows.
+
+        Args:
+            left_at: The mark behind which the rest of the epoch is left out; None if all of it was
+                used.
+        """
 
     @abstractmethod
     def rewind(self, mark: Any) -> None:
@@ -147,7 +152,7 @@ class BatchesFeed(Feed):
                 "rows. Return one for each, or the state means nothing."
             )
 
-    def end(self) -> None:
+    def end(self, left_at: Cursor | None = None) -> None:
         self._plan.go_to(self._plan.after(self._from, len(self._plan))._replace(over=True))
 
     def rewind(self, mark: Cursor) -> None:
@@ -168,12 +173,14 @@ class Mark(NamedTuple):
 
     epoch: int
     batches: int  # of this epoch
-    source: str | TypeError | None  # the loader's state as text, or why there is none
+    source: str | Exception | None  # the loader's state as text, or why there is none
     position: int | None  # the loader's, where it has one
 
 
 # (reads the state, sets it): methods of Grain, then those of PyTorch and Hugging Face
 METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+# before the state, as text, at which an epoch was left whose rest is left out
+LEFT = "left "
 
 
 class LoaderFeed(Feed):
@@ -188,8 +195,11 @@ class LoaderFeed(Feed):
         self.stream = isinstance(batches, Iterator)
         self._methods = _methods(batches)  # of a loader, or a stream, with a state
         self._methods_of_iterators: tuple[str, str] | None = None
+        self._keeps_state = _keeps_state(batches)
         self._iterator: Iterator[PyTree] | None = None  # of a loader that is no stream
         self._opened = False  # whether there was one, which shows if it has a state
+        self._begun = False  # whether it has given an item
+        self._left_at = ""  # the state at which the last epoch was left; "" if it was used up
         self._epoch, self._count = 0, 0  # behind the last item that was read
         self._skip = 0  # items to leave out
         self._wanted: str | None = None  # the state to begin the next iterator with
@@ -211,6 +221,7 @@ class LoaderFeed(Feed):
                 batch = next(self.batches if self.stream else self._iterator)  # type: ignore[call-overload]
             except StopIteration:
                 break
+            self._begun, self._left_at = True, ""
             if self._skip:
                 self._skip -= 1
                 continue
@@ -223,9 +234,11 @@ class LoaderFeed(Feed):
                 "loader has in this epoch. Pass the state of a run with the same loader."
             )
 
-    def end(self) -> None:
+    def end(self, left_at: Mark | None = None) -> None:
         self._epoch, self._count = self._epoch + 1, 0
-        self._iterator = None
+        self._iterator, self._begun = None, False
+        if left_at is not None and self._methods and isinstance(left_at.source, str):
+            self._left_at = left_at.source
 
     def rewind(self, mark: Mark) -> None:
         self._to(mark.epoch, mark.batches, mark.source if isinstance(mark.source, str) else None)
@@ -238,7 +251,7 @@ class LoaderFeed(Feed):
             if not self._opened:
                 self._open()
             mark = self._mark()
-        if isinstance(mark.source, TypeError):
+        if isinstance(mark.source, Exception):
             raise mark.source
         state: dict[str, Any] = {"epoch": mark.epoch, "batches": mark.batches}
         return state if mark.source is None else {**state, "source": PerRankState(mark.source)}
@@ -283,7 +296,7 @@ class LoaderFeed(Feed):
             self._set(self.batches, self._methods, source)
             return
         _close(self._iterator)
-        self._iterator, self._wanted = None, source
+        self._iterator, self._begun, self._wanted, self._left_at = None, False, source, ""
         self._skip = count if source is None else 0
 
     def _open(self) -> None:
@@ -291,6 +304,9 @@ class LoaderFeed(Feed):
         if self.stream or self._iterator is not None:
             return
         wanted, self._wanted, self._opened = self._wanted, None, True
+        if self._methods and wanted and wanted.startswith(LEFT):
+            self._leave_at(wanted.removeprefix(LEFT))
+            wanted = None
         if self._methods:  # PyTorch's loaders take a state before they are iterated
             self._set(self.batches, self._methods, wanted)
         self._iterator = iter(self.batches)
@@ -298,15 +314,36 @@ class LoaderFeed(Feed):
             self._methods_of_iterators = _methods(self._iterator)
             self._set(self._iterator, self._methods_of_iterators, wanted)
 
+    def _leave_at(self, text: str) -> None:
+        """Begin an epoch at a state and leave it, as the run did whose state this is.
+
+        What a loader keeps from one epoch to the next, such as its random numbers, is then what it
+        was in that run, which had read ahead of this state.
+        """
+        self._set(self.batches, self._methods, text)
+        iterator = iter(self.batches)
+        next(iterator, None)
+        _close(iterator)
+        self._left_at = text
+
     def _set(self, source: Any, methods: tuple[str, str] | None, text: str | None) -> None:
-        if methods and text:  # no text: the beginning of an epoch
-            getattr(source, methods[1])(from_text(text))
+        """Set the state of a loader or an iterator; no text is the beginning of an epoch."""
+        if methods is None:
+            return
+        state = from_text(text) if text else None
+        if self._keeps_state:
+            # it counts in the epoch alone of which it is
+            if state is not None:
+                source.set_epoch(state["epoch"])
+            source.load_state_dict(state)
+        elif text:
+            getattr(source, methods[1])(state)
 
     def _mark(self) -> Mark:
         position = getattr(self.batches, "position", None)
         return Mark(self._epoch, self._count, self._source(), position)
 
-    def _source(self) -> str | TypeError | None:
+    def _source(self) -> str | Exception | None:
         """Return the state of the source as text; "" for the beginning of an epoch."""
         if self._wanted is not None:
             return self._wanted
@@ -316,10 +353,25 @@ class LoaderFeed(Feed):
             return None
         if source is None:
             return ""
+        # Before its first item, a loader may still tell where the last epoch was left, or its end.
+        if not self._begun and not self.stream:
+            if self._left_at:
+                return LEFT + self._left_at
+            if self._keeps_state:
+                return ""
         try:
             return to_text(getattr(source, methods[0])())
-        except TypeError as error:  # is raised where somebody asks for the state
+        except Exception as error:  # is raised where somebody asks for the state
             return error
+
+
+def _keeps_state(loader: object) -> bool:
+    """Return whether a loader begins each epoch at the state that was loaded last.
+
+    Hugging Face's streams do: PyTorch's loaders forget it when they are iterated.
+    """
+    datasets = sys.modules.get("datasets")  # nobody has a stream of it who has not imported it
+    return datasets is not None and isinstance(loader, datasets.IterableDataset)
 
 
 def _methods(source: object) -> tuple[str, str] | None:

@@ -232,8 +232,8 @@ class Reading:
         self._stop()
         self._ready.clear()
         getattr(self._items, "close", lambda: None)()
-        self._items, self.mark, self._over = None, None, True
-        self.feed.end()
+        mark, self._items, self.mark, self._over = self.mark, None, None, True
+        self.feed.end(left_at=mark)
 
     def close(self) -> None:
         """End the thread.
