@@ -14,13 +14,14 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
+from jaxmpi._backends.base import Outcome, Vote
 from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.one_process import PerRank
@@ -35,6 +36,8 @@ from jaxmpi._data.per_rank import Exchange, Layout, PerRankBatches
 from jaxmpi._data.prefetch import AHEAD_BATCHES, Prefetched, prefetch
 from jaxmpi._data.sampler import Batches, Cursor, Shard, open_whole
 from jaxmpi._data.sources import RandomAccess
+from jaxmpi._errors import RankMismatchError
+from jaxmpi._job.process.stderr import one_line
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
@@ -230,10 +233,11 @@ def per_rank_batches(
     The batches are read ahead as by `prefetch`. Each rank reads one batch further than it gives
     out, and tells the others whether there is one while the step before is running.
 
-    **Collective:** every rank iterates, with the same arguments and equally often; nothing else
-    needs to be equal. **Communication:** 8 bytes from each rank for each batch, which travel while
-    the step runs and wait for no program; 16 bytes when an epoch begins, and with "mask" the shapes
-    of the first batches.
+    **Collective:** every rank iterates, with the same arguments and equally often, and a loop that
+    is left early is left at the same step on all ranks; nothing else needs to be equal.
+    **Communication:** 8 bytes from each rank for each batch, which travel while the step runs and
+    wait for no program; 16 bytes when an epoch begins, and with "mask" the shapes of the first
+    batches.
 
     Args:
         loader: This rank's batches: anything that `prefetch` takes, or a `prefetch`.
@@ -251,11 +255,11 @@ def per_rank_batches(
     Raises:
         RankMismatchError: On every rank, when an epoch begins: other arguments, another place in
             the data, or, with "mask", batches of other structure, shapes (but for the rows) or
-            dtypes.
+            dtypes. On all other ranks if one cannot read a batch, at the step of that batch.
         TypeError: `jaxmpi.batches`, which gives all ranks the same number of steps; with "mask", a
           leaf without rows.
         ValueError: `remainder` is neither; a batch with more rows than the first ones; as for
-          `prefetch`.
+            `prefetch`. What reading a batch raises is raised at the step of that batch.
         RuntimeError: On simulated ranks, which have one process and so no data of their own.
 
     >>> import jaxmpi, numpy as np
@@ -293,10 +297,22 @@ def per_rank_batches(
     def layouts(mine: Layout | None) -> list[Layout | None]:
         return backend.allgather_object(mine)
 
-    def vote(has_more: bool) -> Callable[[], tuple[bool, bool]]:
-        return backend.start_vote(has_more, "per_rank_batches, for the other ranks' data")
+    def vote(mine: Vote) -> Callable[[], Outcome]:
+        return backend.start_vote(mine, "per_rank_batches, for the other ranks' data")
 
-    ranks = Exchange(check, layouts, vote)
+    def fail(error: Exception | None) -> NoReturn:
+        texts = backend.allgather_object("" if error is None else one_line(error))
+        if error is not None:
+            raise error
+        failed = [rank for rank, text in enumerate(texts) if text]
+        raise RankMismatchError(
+            f"per_rank_batches: rank {failed[0]} could not read its next batch: {texts[failed[0]]}",
+            advice="No rank has taken that step: mend its data, and go on or end on all ranks.",
+            function="per_rank_batches",
+            ranks=failed,
+        )
+
+    ranks = Exchange(check, layouts, vote, fail)
     return PerRankBatches(read_ahead, read_ahead.reading, remainder, ranks)
 
 

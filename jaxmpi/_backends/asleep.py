@@ -2,9 +2,9 @@
 
 MPI's own calls would take the core that another rank needs, which may be busy for seconds.
 
-In a vote each rank says yes or no and goes on, and hears later whether any and whether all said
-yes. A vote waits for no program that was started, and none waits for it. Each rank has voted before
-it hears of the vote before, so it is at most one vote ahead of the others.
+In a vote each rank says yes, no or that it has failed, goes on, and hears later what the others
+said. A vote waits for no program that was started, and none waits for it. Each rank has voted
+before it hears of the vote before, so it is at most one vote ahead of the others.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxmpi._backends.base import Place
+from jaxmpi._backends.base import Outcome, Place, Vote
 from jaxmpi._backends.mpi_library import Communicator, Request
 from jaxmpi._backends.native_transports import shared_memory
 from jaxmpi._errors import MPIError
@@ -86,8 +86,6 @@ def _until(done: Callable[[], bool]) -> None:
 
 # votes
 
-Outcome = tuple[bool, bool]  # (any, all)
-
 LINE_NUMBERS = 16  # of 8 bytes: a cache line and its neighbor, which two ranks should not write to
 SPINS = 50  # looks before a rank that waits sleeps
 LONGEST_SLEEP_SECONDS = 0.001
@@ -98,7 +96,7 @@ class Votes(ABC):
 
     @abstractmethod
     def start(
-        self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]
+        self, vote: Vote, waiting: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[], Outcome]:
         """Vote; the function returned waits for the others, inside of `waiting`."""
 
@@ -127,7 +125,7 @@ def open_votes(mpi: ModuleType, place: Place, concurrent: bool) -> Votes:
 class _InMemory(Votes):
     """Votes of one node: each rank writes its own where the others read it; nothing is sent.
 
-    Vote k is the number 2·k + yes. Two numbers of each rank are enough, as none is more than one
+    Vote k is the number 4·k + vote. Two numbers of each rank are enough, as none is more than one
     vote ahead; 8 bytes are written at once.
     """
 
@@ -135,25 +133,26 @@ class _InMemory(Votes):
         self._rank, self._file, self._memory = place.rank, file, memory
         self._numbers = np.frombuffer(memory, np.int64).reshape(place.size, LINE_NUMBERS)
         self._number = 0
-        self._hear_last: Callable[[], Outcome] = lambda: (False, False)
+        self._hear_last: Callable[[], Outcome] = lambda: Outcome(False, False, False)
 
     def start(
-        self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]
+        self, vote: Vote, waiting: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[], Outcome]:
         # of a vote that nobody has asked about: its numbers are about to be overwritten
         self._hear_last()
         self._number += 1
         number, column = self._number, self._numbers[:, self._number % 2]
-        column[self._rank] = 2 * number + yes
+        column[self._rank] = 4 * number + vote
         heard: list[Outcome] = []
 
         def hear() -> Outcome:
             if not heard:
                 numbers = column.tolist()
-                if min(numbers) < 2 * number:
+                if min(numbers) < 4 * number:
                     with waiting():
-                        numbers = _wait(column, 2 * number)
-                heard.append((max(numbers) == 2 * number + 1, min(numbers) == 2 * number + 1))
+                        numbers = _wait(column, 4 * number)
+                votes = {n - 4 * number for n in numbers}
+                heard.append(Outcome(Vote.YES in votes, votes == {Vote.YES}, Vote.FAILED in votes))
             return heard[0]
 
         self._hear_last = hear
@@ -183,7 +182,10 @@ def _wait(column: np.ndarray, least: int) -> list[int]:
 
 
 class _ByMpi(Votes):
-    """Votes of several nodes: a reduction of two numbers, which travels while the rank goes on."""
+    """Votes of several nodes: a reduction of three numbers, which travels while the rank goes on.
+
+    They count, for each of `Vote`, whether a rank has voted so.
+    """
 
     def __init__(self, world: Communicator, maximum: object, concurrent: bool) -> None:
         self._world, self._maximum, self._concurrent = world, maximum, concurrent
@@ -192,14 +194,15 @@ class _ByMpi(Votes):
         self._on_their_way: list[tuple[Request, np.ndarray, np.ndarray]] = []
 
     def start(
-        self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]
+        self, vote: Vote, waiting: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[], Outcome]:
-        mine, votes = np.array([not yes, yes], np.int32), np.zeros(2, np.int32)
+        mine = np.array([vote is kind for kind in Vote], np.int32)
+        votes = np.zeros_like(mine)
         # no two threads may be inside MPI at once, so it cannot be left on its way
         if not self._concurrent:
             with waiting():
                 self._world.Allreduce(mine, votes, self._maximum)
-            return lambda: (bool(votes[1]), not votes[0])
+            return lambda: _outcome(votes)
         request = self._world.Iallreduce(mine, votes, self._maximum)
         self.pending()
         self._on_their_way.append((request, mine, votes))
@@ -208,7 +211,7 @@ class _ByMpi(Votes):
             if not request.Test():
                 with waiting():
                     request.Wait()
-            return bool(votes[1]), not votes[0]
+            return _outcome(votes)
 
         return hear
 
@@ -220,3 +223,9 @@ class _ByMpi(Votes):
         for request, _, _ in self._on_their_way:
             request.Wait()
         self._world.Free()
+
+
+def _outcome(votes: np.ndarray) -> Outcome:
+    """Return the outcome of which kinds of votes there are."""
+    no, yes, failed = (bool(count) for count in votes)
+    return Outcome(yes, yes and not (no or failed), failed)

@@ -1,5 +1,6 @@
 """Records that the backends and the layers above share: a collective, its messages, a place."""
 
+import enum
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,15 @@ __all__ = [
     "Event",
     "Explain",
     "Message",
+    "Outcome",
     "Overlap",
     "Place",
+    "Progress",
     "Registry",
     "Started",
     "Taken",
     "Target",
+    "Vote",
     "fingerprint_of",
 ]
 
@@ -170,6 +174,31 @@ class Event(NamedTuple):
     entered_ns: int
     all_entered_ns: int | None
     done_ns: int | None
+
+
+class Progress(NamedTuple):
+    """How far a rank is, for those who watch it."""
+
+    # Collectives and programs. Each rank enters the same ones, so that the numbers of two ranks can
+    # be compared; votes aside, which only some of the ranks have to wait for.
+    entered: int
+    votes: int  # that it has given
+    inside: bool  # whether it waits in one of these
+    in_vote: bool  # whether that is a vote
+
+
+class Vote(enum.IntEnum):
+    """What a rank tells all others in a vote."""
+
+    NO, YES, FAILED = 0, 1, 2
+
+
+class Outcome(NamedTuple):
+    """What all ranks have told in a vote."""
+
+    any: bool  # whether one has said yes
+    all: bool  # whether all have
+    failed: bool  # whether one has failed
 
 
 class Place(NamedTuple):

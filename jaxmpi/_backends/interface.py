@@ -27,7 +27,17 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.base import Branch, Collective, Explain, Message, Place, Registry, Target
+from jaxmpi._backends.base import (
+    Branch,
+    Collective,
+    Explain,
+    Message,
+    Outcome,
+    Place,
+    Registry,
+    Target,
+    Vote,
+)
 from jaxmpi._backends.program_log import ProgramLog
 from jaxmpi._job.process.busy import note_end_of_work
 from jaxmpi._job.process.communicating_thread import Turn
@@ -336,11 +346,10 @@ class Ranks(ABC):
         """
 
     @abstractmethod
-    def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
-        """Tell all ranks yes or no, and go on.
+    def start_vote(self, vote: Vote, title: str) -> Callable[[], Outcome]:
+        """Tell all ranks a vote, and go on.
 
-        The function returned waits for the others, and returns whether any and whether all said
-        yes; `title` is for the monitor.
+        The function returned waits for the others' votes; `title` is for the monitor.
         """
 
     @abstractmethod

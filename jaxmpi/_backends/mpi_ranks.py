@@ -23,7 +23,16 @@ import numpy as np
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import asleep
-from jaxmpi._backends.base import Event, Explain, Message, Place, Registry
+from jaxmpi._backends.base import (
+    Event,
+    Explain,
+    Message,
+    Outcome,
+    Place,
+    Progress,
+    Registry,
+    Vote,
+)
 from jaxmpi._backends.comparison import EVENTS, MpiTransport
 from jaxmpi._backends.interface import Lowering, Processes
 from jaxmpi._backends.mpi_library import Communicator, Request, unlink_shared_memory
@@ -118,6 +127,7 @@ class MpiRanks(Processes):
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._sending: list[Request] = []
         self._votes: asleep.Votes | None = None  # opened by the first one
+        self._votes_given, self._in_vote = 0, False
         # for the monitor: it asks from another thread
         self.long_operation = ""
         self._waiting = "", 0  # for what, if for no collective, and which thread
@@ -180,13 +190,12 @@ class MpiRanks(Processes):
 
     @contextlib.contextmanager
     def waiting(self, title: str) -> Iterator[None]:
-        """Count as a collective what is waited for in another way."""
-        self._waiting = title, threading.get_ident()
+        """Mark this rank as inside what not every rank has to wait for: no collective counts it."""
+        self._waiting, self._inside = (title, threading.get_ident()), True
         try:
-            with Entered(self):
-                yield
+            yield
         finally:
-            self._waiting = "", 0
+            self._waiting, self._inside = ("", 0), False
 
     def entered(self) -> "Entered":
         """Mark this rank as inside a collective outside of programs, once these allow one."""
@@ -276,7 +285,7 @@ class MpiRanks(Processes):
 
     def broadcast_asleep(self, obj: T, ranks: Sequence[int], title: str) -> T:
         """Return the picklable object of the first of these ranks; the others wait asleep."""
-        with self.waiting(title if self.place.rank != ranks[0] else ""):
+        with self.waiting(title if self.place.rank != ranks[0] else ""), Entered(self):
             return asleep.broadcast(self._objects, obj, ranks)
 
     def barrier(self) -> None:
@@ -293,15 +302,25 @@ class MpiRanks(Processes):
             self._titles.popitem(last=False)
         return self._comparison.extremes(fingerprint, title, program)
 
-    def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
-        """Tell all ranks yes or no, and go on."""
+    def start_vote(self, vote: Vote, title: str) -> Callable[[], Outcome]:
+        """Tell all ranks a vote, and go on."""
         if threading.get_ident() != self.turn.unchecked:
             self.turn.take()
         if not self.concurrent:
             self.finish()
         if self._votes is None:
             self._votes = asleep.open_votes(self._mpi, self.place, self.concurrent)
-        return self._votes.start(yes, partial(self.waiting, title))
+        self._votes_given += 1
+        return self._votes.start(vote, partial(self._waiting_for_votes, title))
+
+    @contextlib.contextmanager
+    def _waiting_for_votes(self, title: str) -> Iterator[None]:
+        self._in_vote = True
+        try:
+            with self.waiting(title):
+                yield
+        finally:
+            self._in_vote = False
 
     # the monitor's questions, from any thread
 
@@ -309,13 +328,19 @@ class MpiRanks(Processes):
         """Return whether this rank is inside a program, which may take long, as one whole."""
         return self.programs.inside()
 
-    def progress(self) -> tuple[int, bool]:
+    def progress(self) -> Progress:
         """Return how many collectives and programs it has entered, and whether it is in one."""
         inside = self.in_program() or (
             self._inside and not _jaxcompat.compiling(threading.main_thread().ident)
         )
         started, ended = self._comparison.counts()
-        return self._entered + started, inside or started > ended
+        in_vote = self._in_vote
+        return Progress(
+            entered=self._entered + started,
+            votes=self._votes_given,
+            inside=inside or started > ended,
+            in_vote=in_vote,
+        )
 
     def waits_for(self) -> tuple[str, int]:
         """Return the title of `waiting`, "" outside of it, and the thread that waits."""

@@ -16,7 +16,16 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import lax_collectives
-from jaxmpi._backends.base import Branch, Collective, Explain, Place, Registry, Target
+from jaxmpi._backends.base import (
+    Branch,
+    Collective,
+    Explain,
+    Outcome,
+    Place,
+    Registry,
+    Target,
+    Vote,
+)
 from jaxmpi._backends.interface import (
     Limits,
     LocalArrays,
@@ -173,9 +182,10 @@ class OneProcess(Ranks):
         """Return the fingerprint itself, twice."""
         return fingerprint, fingerprint
 
-    def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
+    def start_vote(self, vote: Vote, title: str) -> Callable[[], Outcome]:
         """Return a function that returns this vote."""
-        return lambda: (yes, yes)
+        yes = vote is Vote.YES
+        return lambda: Outcome(yes, yes, vote is Vote.FAILED)
 
     def explain_mismatches(self, explain: Explain) -> None:
         """Do nothing: there is nobody to differ from."""

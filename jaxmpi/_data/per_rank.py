@@ -2,17 +2,18 @@
 
 With n_r the batches of rank r, all ranks take min_r n_r steps, or, with a mask, max_r n_r. No rank
 knows the others' n_r, nor its own before its data ends. So each looks one batch ahead: before it
-gives out batch k it tells the others whether it has batch k + 1, and it reads their answers when
-batch k + 1 is asked for. The answers travel while step k runs.
+gives out batch k it tells the others whether it has batch k + 1, or could not read it, and it reads
+their answers when batch k + 1 is asked for. The answers travel while step k runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._backends.base import Outcome, Vote
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
 
@@ -47,7 +48,9 @@ class Exchange(NamedTuple):
     # raises unless the arguments are equal on all ranks
     compare: Callable[[Mapping[str, object]], None]
     layouts: Callable[[Layout | None], Sequence[Layout | None]]  # of all ranks' first batches
-    vote: Callable[[bool], Callable[[], tuple[bool, bool]]]  # (any, all)
+    vote: Callable[[Vote], Callable[[], Outcome]]
+    # raises on all ranks, once one has failed: its error, or None on the others
+    fail: Callable[[Exception | None], NoReturn]
 
 
 class PerRankBatches(Iterator[PyTree]):
@@ -63,8 +66,9 @@ class PerRankBatches(Iterator[PyTree]):
         self._epoch, self._count = 0, 0  # batches that were given out in this epoch
         self._mark: Any = None  # of this rank's last one
         self._next: tuple[PyTree, Any] | None = None  # batch k + 1 and its mark
+        self._error: Exception | None = None  # of reading it
         # about it; None between epochs
-        self._answers: Callable[[], tuple[bool, bool]] | None = None
+        self._answers: Callable[[], Outcome] | None = None
         self._over = False
         self._rows = 0
         self._padding: PyTree = None  # shapes of a batch without samples
@@ -91,6 +95,7 @@ class PerRankBatches(Iterator[PyTree]):
         if self._answers is not None:
             self._answers()  # every vote is waited for, on all ranks
         self._answers, self._next, self._mark, self._over = None, None, None, False
+        self._error = None
         self._reading.go_to(state)
         self._epoch, self._count = int(state["epoch"]), int(state["batches"])
 
@@ -109,8 +114,8 @@ class PerRankBatches(Iterator[PyTree]):
                 raise StopIteration
             self._begin()
         assert self._answers is not None
-        some, all_have = self._answers()
-        if not (some if self._remainder == "mask" else all_have):
+        outcome = self._outcome()
+        if not (outcome.any if self._remainder == "mask" else outcome.all):
             self._end()
             raise StopIteration
         mine = self._next
@@ -136,19 +141,40 @@ class PerRankBatches(Iterator[PyTree]):
             {**arguments, "iterator": stream, "epoch": self._epoch, "batches": self._count}
         )
         self._over = False
-        self._reading.begin()
-        self._mark = self._reading.mark
-        self._look_ahead()
+        # After an error on another rank, this one may have a batch that it has not given out.
+        if self._next is None:
+            self._look_ahead(begin=True)
+        else:
+            self._answers = self._ranks.vote(Vote.YES)
         if self._remainder == "mask":
+            self._outcome()  # no layout without it
             self._agree_on_layout()
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, begin: bool = False) -> None:
         """Take this rank's next batch, and tell the others whether there is one."""
+        self._next, vote = None, Vote.YES
         try:
-            self._next = self._reading.take(), self._reading.mark
+            if begin:
+                self._reading.begin()
+                self._mark = self._reading.mark
+            batch = self._reading.take()
+            if self._remainder == "mask":
+                self._check_rows(_layout(batch))
+            self._next = batch, self._reading.mark
         except StopIteration:
-            self._next = None
-        self._answers = self._ranks.vote(self._next is not None)
+            vote = Vote.NO
+        except Exception as error:
+            self._error, vote = error, Vote.FAILED
+        self._answers = self._ranks.vote(vote)
+
+    def _outcome(self) -> Outcome:
+        """Return what all ranks have; raise on all of them if one could not read its batch."""
+        assert self._answers is not None
+        outcome = self._answers()
+        if outcome.failed:
+            error, self._error, self._answers = self._error, None, None
+            self._ranks.fail(error)
+        return outcome
 
     def _end(self) -> None:
         self._reading.end_epoch()
@@ -185,14 +211,17 @@ class PerRankBatches(Iterator[PyTree]):
             first.names,
         )
 
+    def _check_rows(self, layout: Layout) -> None:
+        """Raise if a batch has more rows than the first ones, which are known after one epoch."""
+        if self._rows and layout.rows > self._rows:
+            raise ValueError(
+                f"per_rank_batches: a batch has {layout.rows} rows, and the first batches of all "
+                f"ranks had at most {self._rows}. Begin with a batch of all rows."
+            )
+
     def _masked(self, batch: PyTree) -> tuple[PyTree, np.ndarray]:
         """Return a batch with all rows, and the mask of its own; others repeat the first row."""
         rows = _layout(batch).rows
-        if rows > self._rows:
-            raise ValueError(
-                f"per_rank_batches: a batch has {rows} rows, and the first batches of all ranks "
-                f"had at most {self._rows}. Begin with a batch of all rows."
-            )
         index = np.arange(self._rows)
         mask = index < rows
         if rows < self._rows:

@@ -14,6 +14,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi._backends.asleep import _ByMpi, open_votes
+from jaxmpi._backends.base import Outcome, Vote
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
@@ -177,11 +178,12 @@ def test_votes_within_a_node_and_between_nodes():
         for k in range(40):
             if (k + r) % 7 == 0:
                 time.sleep(0.002)  # ranks that come late
-            yes = [(k // (q + 1)) % 3 > 0 for q in range(n)]
-            last, hear = hear, votes.start(yes[r], lambda: backend.waiting("a vote"))
+            all_votes = [Vote((k // (q + 1)) % 3) for q in range(n)]
+            last, hear = hear, votes.start(all_votes[r], lambda: backend.waiting("a vote"))
             if last and k % 5:  # some are never asked about
                 assert last() == want
-            want = any(yes), all(yes)
+            yes = [vote is Vote.YES for vote in all_votes]
+            want = Outcome(any(yes), all(yes), Vote.FAILED in all_votes)
         assert hear() == hear() == want
         jaxmpi.barrier()
         assert not votes.pending()
@@ -192,14 +194,109 @@ def test_votes_within_a_node_and_between_nodes():
 def test_votes_wait_for_no_program():
     r = jaxmpi.rank()
     vote = session.current("test").start_vote
-    assert vote(True, "a vote")() == (True, True)  # the first one opens them
+    assert vote(Vote.YES, "a vote")() == (True, True, False)  # the first one opens them
     jaxmpi.barrier()
     if r:
         time.sleep(0.5)
     begin = time.monotonic()
-    hear = vote(r == 1, "a vote")
+    hear = vote(Vote.YES if r == 1 else Vote.NO, "a vote")
     assert time.monotonic() - begin < 0.4 or r  # rank 0 goes on
-    assert hear() == (True, False)
+    assert hear() == (True, False, False)
+
+
+@run_ranks(2, 3)
+def test_a_wait_for_votes_is_no_collective():
+    r = jaxmpi.rank()
+    backend = session.current("test")
+    jaxmpi.barrier()
+    before = backend.progress().entered
+    for _ in jaxmpi.per_rank_batches([np.ones(2)] * 8):
+        time.sleep(0.01 * (r == 0))  # all others wait for rank 0
+    entered = jaxmpi.allgather_object(backend.progress().entered - before)
+    assert len(set(entered)) == 1, entered
+
+
+class Breaks:
+    """A loader whose third batch cannot be read for so many times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __iter__(self):
+        for k in range(5):
+            if k == 2 and self.times:
+                self.times -= 1
+                raise OSError("the disk is gone")
+            yield np.full(2, float(k))
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("remainder", ["drop", "mask"])
+def test_an_error_of_reading_is_raised_on_all_ranks_and_nothing_is_lost(remainder):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    loader = jaxmpi.per_rank_batches(Breaks(times=r == n - 1), remainder=remainder)
+    seen = []
+
+    def take():
+        for batch in loader:
+            x, _ = batch if remainder == "mask" else (batch, None)
+            seen.append(float(jaxmpi.tree_allreduce(x[0], op="max")))
+
+    error = OSError if r == n - 1 else jaxmpi.RankMismatchError
+    with pytest.raises(error, match="the disk is gone"):
+        take()
+    assert seen == [0, 1]  # the batches before it
+    state = loader.state
+    take()
+    assert seen == [0, 1, 2, 3, 4]
+    again = jaxmpi.per_rank_batches(Breaks(times=0), remainder=remainder)
+    again.state = state
+    assert len(list(again)) == 3
+
+
+@run_ranks(2, 3)
+def test_a_batch_that_no_mask_fits_is_named_on_all_ranks():
+    r = jaxmpi.rank()
+    other = [{"x": np.ones(2), **({"n": 3} if r == 1 else {})}]
+    with pytest.raises((TypeError, jaxmpi.RankMismatchError), match=r"leaf \['n'\] is a int"):
+        iter(jaxmpi.per_rank_batches(other, remainder="mask"))
+    assert jaxmpi.allgather_object(r) == list(range(jaxmpi.size()))  # in step
+
+
+class Counts:
+    """A loader with PyTorch's state methods, which goes on within an epoch and not beyond it."""
+
+    def __init__(self, length):
+        self.length, self.next, self.fresh = length, 0, True
+
+    def __iter__(self):
+        if self.fresh:
+            self.next = 0
+        self.fresh = True
+        while self.next < self.length:
+            self.next += 1
+            yield np.full(2, float(self.next - 1))
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next, self.fresh = state["next"], False
+
+
+@run_ranks(1, 2, 3)
+def test_an_epoch_that_is_cut_short_is_over_for_the_state_too():
+    make = lambda: jaxmpi.per_rank_batches(Counts(7 if jaxmpi.rank() else 2))
+    numbers = lambda batches: [float(x[0]) for x in batches]
+    loader = make()
+    for _ in range(3):
+        assert numbers(loader) == [0, 1]
+        again, then = make(), make()
+        again.state = loader.state
+        iter(again)  # begun, and nothing taken
+        then.state = again.state
+        assert numbers(again) == numbers(then) == [0, 1]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ class Live:
     def _look(self) -> None:
         now = time.monotonic()
         # At every look, ten times a second, so that "since_ns" is when this collective began.
-        entered, inside = self._backend.progress()
+        entered, _, inside, _ = self._backend.progress()
         if entered != self._entered:
             self._entered, self._since = entered, now
         if now < self._due:

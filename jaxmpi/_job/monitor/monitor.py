@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Progress
 from jaxmpi._backends.mpi_ranks import Letter, MpiRanks
 from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
@@ -71,7 +72,7 @@ def doing(backend: MpiRanks) -> Doing:
     title, thread = backend.waits_for()
     if title:
         return Doing("in", title, _jaxcompat.called_at(thread))
-    entered, inside = backend.progress()
+    entered, _, inside, _ = backend.progress()
     if not entered:
         return Doing("before")
     fingerprint = backend.doing()
@@ -123,7 +124,7 @@ class Monitor:
         self._failed: list[Callable[..., object]] = []  # whose defect has been reported
         self._leaving = threading.Event()
         self._exits = False  # the script has ended; `leave` may also be called by `finalize`
-        self._left: tuple[int, int] | None = None  # a rank that left, and its collectives
+        self._left: tuple[int, Progress] | None = None  # a rank that left, and how far it was
         self._waiting_since: float | None = None
         self._communicates = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
@@ -255,14 +256,16 @@ class Monitor:
             if self.signals.interrupt_is_stuck(POLL_SECONDS):
                 self.end(130, "interrupted while it waited inside a collective.")
 
-    def _on_left(self, rank: int, entered: int) -> None:
-        self._left = rank, entered
+    def _on_left(self, rank: int, progress: Progress) -> None:
+        self._left = rank, progress
 
-    def _waits_forever(self, rank: int, entered: int) -> bool:
-        """Return whether this rank waits for `rank`, which left after `entered` collectives."""
+    def _waits_forever(self, rank: int, theirs: Progress) -> bool:
+        """Return whether this rank waits for `rank`, which left when it was so far."""
         # A collective that is outside of programs: the rank that left will never enter it.
-        own_entered, inside = self.backend.progress()
-        if inside and own_entered > entered:
+        mine = self.backend.progress()
+        if mine.in_vote:
+            return mine.votes > theirs.votes
+        if mine.inside and mine.entered > theirs.entered:
             return True
         # A compiled program counts no collectives here. Both ranks may have started it before the
         # other one left, and this rank's may still be running. So only a program that communicates
@@ -274,7 +277,7 @@ class Monitor:
         return time.monotonic() - self._waiting_since > LEFT_RANK_GRACE_SECONDS
 
     def _why_left(self, rank: int) -> str:
-        _, inside = self.backend.progress()
+        inside = self.backend.progress().inside
         call = doing(self.backend) if inside else "in a collective"
         why = f"rank {rank} has exited while this rank waits for it {call}."
         advice = "Every rank must make the same calls."
@@ -379,7 +382,7 @@ class Monitor:
             waited = time.monotonic() - start
             if not told_next and waited > LEAVING_NOTICE_SECONDS:
                 told_next = True
-                self.send((place.rank + 1) % place.size, "left", self.backend.progress()[0])
+                self.send((place.rank + 1) % place.size, "left", self.backend.progress())
             if self._exits and not told_library and waited > PLAIN_NOTICE_SECONDS:
                 told_library = True
                 jax_collectives.begin_to_leave()

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxmpi._backends.base import Progress
 from jaxmpi._backends.program_log import ENTERED, LEFT
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.activity import Activity, Stand, Standing
@@ -67,8 +68,7 @@ DESCRIBED_RANKS = 4  # of those that are stuck in a program, in a report
 class Answer(NamedTuple):
     """A rank's answer to "where are you?"."""
 
-    entered: int  # collectives
-    inside: bool  # whether it is inside the last one
+    progress: Progress
     waited_seconds: float  # since its last collective began or ended
     doing: Doing
     at_work: str  # such as "busy: tokenizing, for 75 s"; "" if the others should not wait for it
@@ -128,7 +128,7 @@ class Watchdog:
         self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._stall_seconds, self._end_seconds = settings.limits()
         self._activity = Activity(monitor.backend)
-        # collectives entered and programs left, and whether inside the last collective
+        # a number that grows as this rank goes on, and whether it is inside a collective
         self._progress = (0, False)
         self._since = time.monotonic()  # of the last change of the number
         # Seconds between the looks at which the number had changed.
@@ -147,9 +147,10 @@ class Watchdog:
         self._backend.programs.look()
         self._activity.look()
         self._backend.transport.monitored(self._backend.programs.inside)
-        entered, inside = self._backend.progress()
+        mine, now = self._backend.progress(), time.monotonic()
         # A rank that waits for the last of many programs gets on while these end.
-        progress, now = (entered + self._backend.programs.counts[LEFT], inside), time.monotonic()
+        gone = mine.entered + mine.votes + self._backend.programs.counts[LEFT]
+        progress = gone, mine.inside
 
         # It goes on: this wait is over. Outside of collectives nothing is waited for.
         if progress != self._progress or not progress[1]:
@@ -198,14 +199,12 @@ class Watchdog:
         self._answers[rank] = answer
 
     def _own_answer(self) -> Answer:
-        entered, inside = self._backend.progress()
         mine, standing = work(), self._activity.standing()
         at_work = self._backend.long_operation or (str(mine.block) if mine.counts else "")
         if mine.block is not None and not mine.counts:  # past its limit
             standing = standing._replace(stack=(str(mine.block), *standing.stack))
         return Answer(
-            entered=entered,
-            inside=inside,
+            progress=self._backend.progress(),
             waited_seconds=time.monotonic() - self._since,
             doing=doing(self._backend),
             at_work=at_work,
@@ -222,14 +221,8 @@ class Watchdog:
         # Ranks that are in this collective, or beyond it. A rank that has left the program in which
         # this one still is does not count as missing.
         mine = answers[place.rank]
-        in_program = mine.standing.stand is not Stand.PYTHON
-        arrived = []
-        for rank, answer in sorted(answers.items()):
-            came = answer.entered == mine.entered and answer.inside
-            left = in_program and answer.programs >= mine.programs
-            if answer.entered > mine.entered or came or left:
-                arrived.append(rank)
-        if not mine.inside:  # this rank has just gone on
+        arrived = [rank for rank, answer in sorted(answers.items()) if _has_come(answer, mine)]
+        if not mine.progress.inside:  # this rank has just gone on
             return
 
         # The others are missing. Without an answer, see what their processes show.
@@ -246,7 +239,7 @@ class Watchdog:
         program = []
         if not missing:
             for rank, answer in sorted(answers.items()):
-                if answer.inside:
+                if answer.progress.inside:
                     pid, host = self._monitor.members[rank]
                     program.append(InProgram(rank, pid, host, answer.at_work, answer.standing))
             if any(found.standing.stand is not Stand.PYTHON for found in program):
@@ -261,7 +254,7 @@ class Watchdog:
         # All ranks that wait come here at about the same time. The lowest one writes, unless it has
         # just begun to wait, and will not report for some time.
         self._reported = True
-        first = next(rank for rank in arrived if answers[rank].inside)
+        first = next(rank for rank in arrived if answers[rank].progress.inside)
         if place.rank != first and answers[first].waited_seconds > waited_seconds / 2:
             return
         report = StallReport(
@@ -306,7 +299,7 @@ class Watchdog:
 
     def _left_seconds_in_program(self, answers: dict[int, Answer]) -> float:
         """Return the seconds until the job ends for a program that all ranks have entered."""
-        inside = [answer for answer in answers.values() if answer.inside]
+        inside = [answer for answer in answers.values() if answer.progress.inside]
         if any(answer.at_work for answer in inside):
             return math.inf
         called, others = [], []
@@ -348,6 +341,18 @@ class Watchdog:
         left_seconds = self._left_seconds(min(waited_seconds, theirs.idle_seconds))
         found = MissingRank(rank, pid, host, at_work, state=state, seen=seen)
         return found, math.inf if at_work else left_seconds
+
+
+def _has_come(answer: Answer, mine: Answer) -> bool:
+    """Return whether a rank has done its part of what this rank waits for."""
+    theirs, here = answer.progress, mine.progress
+    if here.in_vote:
+        return theirs.votes >= here.votes
+    in_program = mine.standing.stand is not Stand.PYTHON
+    if in_program and answer.programs >= mine.programs:  # it is in the program, or has left it
+        return True
+    came = theirs.entered == here.entered and theirs.inside and not theirs.in_vote
+    return theirs.entered > here.entered or came
 
 
 def _last_seen(pid: int) -> LastSeen | None:

@@ -22,10 +22,11 @@ import pytest
 from test_monitor import end, jaxmpi_run
 
 import jaxmpi
+from jaxmpi._backends.base import Progress
 from jaxmpi._job.monitor import watchdog
 from jaxmpi._job.monitor.activity import Stand, Standing
 from jaxmpi._job.monitor.monitor import Doing
-from jaxmpi._job.monitor.preemption import Preemption
+from jaxmpi._job.monitor.preemption import AgreedPreemption
 from jaxmpi._job.tools import timeline
 from jaxmpi.testing import faults, run_ranks
 
@@ -160,6 +161,45 @@ def test_stall_in_an_eager_collective_names_the_line_of_this_call(
     ), names
 
 
+VOTES = """
+import sys, time
+import numpy as np
+import jaxmpi
+rank = jaxmpi.init().rank
+what = sys.argv[1]
+
+def batches():
+    for k in range(30):
+        time.sleep(0.01 * (rank == 0))  # all others wait for rank 0
+        yield np.ones(2)
+
+for k, batch in enumerate(jaxmpi.per_rank_batches(batches())):
+    if what == "left" and rank == 1 and k == 20:
+        break
+if what == "late" and rank == 1:
+    time.sleep(1000)
+jaxmpi.barrier()  # the barrier
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", ["left", "late"])
+def test_a_rank_that_votes_wait_for_is_named(tmp_path, monkeypatch, what, ranks):
+    script = tmp_path / "script.py"
+    script.write_text(VOTES)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "3")
+    code, output, _, left = end(jaxmpi_run(ranks, script, what), str(tmp_path))
+    assert code and not left, output
+    call = "per_rank_batches, for the other ranks' data" if what == "left" else "barrier"
+    assert re.search(rf"\[rank 0/{ranks} on \S+\] stalled: has waited \d s in {call} at", output)
+    assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output, output
+    doing = "in barrier at script.py" if what == "left" else "after "
+    assert re.search(rf"missing: rank 1 \(pid \d+ on \S+\), {doing}", output), output
+    assert re.search(r"the job failed: rank 1 \(pid \d+ on \S+\) did not enter", output), output
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
@@ -218,7 +258,9 @@ def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkey
 
 def test_a_stall_report_in_words():
     standing = Standing(Stand.PYTHON, stack=("train.py:88 in load_batch: image = decode(path)",))
-    answer = watchdog.Answer(7, False, 61.2, Doing("after", "allgather_object"), "", 61.2, standing)
+    answer = watchdog.Answer(
+        Progress(7, 0, False, False), 61.2, Doing("after", "allgather_object"), "", 61.2, standing
+    )
     report = watchdog.StallReport(
         waited_seconds=60.4,
         stalled=True,
@@ -401,13 +443,13 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks
     script = tmp_path / "script.py"
     script.write_text(STOPS)
     command = (
-        jaxmpi_run(ranks, script, whom, tmp_path / "saved")
-        if ranks > 1
-        else [sys.executable, script, "rank", tmp_path / "saved"]
+        [sys.executable, script, "rank", tmp_path / "saved"]
+        if (ranks, whom) == (1, "rank")
+        else jaxmpi_run(ranks, script, whom, tmp_path / "saved")
     )
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **streams) as job:
-        if whom.startswith("launcher") and ranks > 1:
+        if whom.startswith("launcher"):
             assert "here" in job.stdout.readline()
             if whom != "launcher":
                 for folder in (tmp_path / "temporary").glob("jaxmpi-*"):
@@ -416,10 +458,49 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks
         out, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert out.count("has saved") == ranks and "told to end (SIGTERM)" in errors
-    if whom.startswith("launcher") and ranks > 1:
+    if whom.startswith("launcher"):
         assert "the job was stopped by SIGTERM, and has ended in order" in errors
     jaxmpi.init()
     assert (jaxmpi.latest(tmp_path / "saved") or 0) >= 50
+
+
+RELEASED = """
+import os, signal, time
+import jaxmpi
+
+def handler():
+    return signal.getsignal(signal.SIGTERM)
+
+default = handler()
+for _ in range(2):  # sessions
+    jaxmpi.init()
+    assert not jaxmpi.preempted() and handler() is not default
+    with jaxmpi.simulate(2):
+        assert not jaxmpi.preempted()
+    assert handler() is not default  # the session around the block still listens
+    for _ in range(20):
+        if (child := os.fork()) == 0:
+            time.sleep(20)
+            os._exit(1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    jaxmpi.finalize()
+    assert handler() is default
+with jaxmpi.simulate(2):
+    jaxmpi.preempted()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert jaxmpi.preempted()
+assert handler() is default
+"""
+
+
+def test_sigterm_ends_a_process_again_after_the_session_and_in_a_forked_child(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RELEASED)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Together:
@@ -446,7 +527,7 @@ def test_the_call_to_stop_at_is_the_same_however_the_threads_take_turns():
     try:
         for _ in range(300):
             monitors = []
-            stops = [Preemption(Together(rank, monitors), 2, rank) for rank in range(2)]
+            stops = [AgreedPreemption(Together(rank, monitors), 2, rank) for rank in range(2)]
             calls = [0, 0]
 
             def run(rank, calls=calls, stops=stops):

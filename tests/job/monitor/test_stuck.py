@@ -22,6 +22,7 @@ from test_monitor import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Progress
 from jaxmpi._backends.program_log import ENTERED, KEPT_PROGRAMS, LEFT, ProgramLog
 from jaxmpi._job.monitor import activity, watchdog
 from jaxmpi._job.monitor.activity import Stand, Standing
@@ -330,7 +331,9 @@ def test_cpu_time_tells_a_rank_that_computes_from_one_that_waits(monkeypatch):
 def answer(stand, seconds=0.0, usual=None, *, inside=True, at_work="", idle=1e9, asleep=True):
     standing = Standing(stand, seconds, usual, asleep, ("train.py:88 in load: f()",))
     doing = Doing("in" if inside else "after", "train_step (allreduce)")
-    return watchdog.Answer(5, inside, seconds, doing, at_work, idle, standing, 3)
+    return watchdog.Answer(
+        Progress(5, 0, inside, False), seconds, doing, at_work, idle, standing, 3
+    )
 
 
 INF = float("inf")
