@@ -227,6 +227,7 @@ def run_widened(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
 # packed: a few arrays at a time
 
 # of an operand, of a result
+LARGEST_BYTES = 1 << 30  # of an array in one collective, of all its rows
 ROWS = {"reduce_scatter": (True, False), "alltoall": (True, True), "allgather": (False, True)}
 
 
@@ -238,7 +239,7 @@ def run_packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
     all_gather of int2 of JAX 0.10 gives wrong rows and writes beyond its memory.
     """
     xs = [jnp.asarray(x) for x in xs]
-    return off_wire(call, xs, _packed(call, on_wire(call, xs, _fits)))
+    return off_wire(call, xs, _in_pieces(call, on_wire(call, xs, _fits)))
 
 
 def _fits(dtype: np.dtype) -> bool:
@@ -250,6 +251,42 @@ def _fits(dtype: np.dtype) -> bool:
         return False
     is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return not is_short or dtype == jnp.bfloat16 or jax.default_backend() != "cpu"
+
+
+def _in_pieces(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Carry out `call` as `_packed`, large arrays in pieces of LARGEST_BYTES.
+
+    XLA passes 64-bit counts, of bytes for a permute and an all_to_all, to MPI, whose counts have 32
+    bits: what is more is left out without an error.
+    """
+    size = call.count(int(lax.axis_size(AXIS)))
+    has_rows_in, has_rows_out = ROWS.get(call.kind, (False, False))
+    rows_in, rows_out = [size] * has_rows_in, [size] * has_rows_out
+    pieces: list[jax.Array] = []
+    counts: list[int] = []  # of the pieces of each array
+    for x in xs:
+        columns = _columns_of_piece(x, size if has_rows_in else 1)
+        if prod(x.shape) <= columns * prod(rows_in):
+            parts = [x]
+        else:
+            flat = x.reshape(*rows_in, -1)
+            parts = jnp.split(flat, [*range(columns, flat.shape[-1], columns)], axis=-1)
+        pieces += parts
+        counts.append(len(parts))
+    received = iter(_packed(call, pieces))
+    outs = []
+    for x, count in zip(xs, counts, strict=True):
+        parts = [next(received) for _ in range(count)]
+        if count > 1:
+            flat = jnp.concatenate([part.reshape(*rows_out, -1) for part in parts], axis=-1)
+            parts = [flat.reshape(call.out_shape(x.shape, size))]
+        outs += parts
+    return outs
+
+
+def _columns_of_piece(x: jax.Array | jax.ShapeDtypeStruct, rows: int) -> int:
+    """Return how many columns of so many rows a piece of an array has at most."""
+    return max(1, LARGEST_BYTES // (rows * x.dtype.itemsize))
 
 
 def _packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -278,13 +315,22 @@ def packed_messages(
 ) -> list[int]:
     """Return the bytes of each of XLA's collectives that `run_packed` makes for arrays."""
     size = call.count(size)
-    arrays = wire_shapes(call, arrays, _fits)
-    each = [prod(x.shape) * x.dtype.itemsize for x in arrays]
+    has_rows_in, _ = ROWS.get(call.kind, (False, False))
+    rows = size if has_rows_in else 1
+    shapes = []
+    for x in wire_shapes(call, arrays, _fits):
+        columns, most = prod(x.shape) // rows, _columns_of_piece(x, rows)
+        if columns <= most:
+            shapes.append(x)
+            continue
+        for start in range(0, columns, most):
+            shapes.append(jax.ShapeDtypeStruct((rows, min(most, columns - start)), x.dtype))
+    each = [prod(x.shape) * x.dtype.itemsize for x in shapes]
     if call.kind == "allreduce":
         return [sum(each)]
     if call.kind not in ROWS:
         return each
-    return [sum(each[i] for i in leaves) for leaves in _packs(call, arrays, size)]
+    return [sum(each[i] for i in leaves) for leaves in _packs(call, shapes, size)]
 
 
 def _packs(
