@@ -21,7 +21,6 @@ import numpy as np
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._backends.base import Outcome, Vote
 from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.one_process import PerRank
@@ -39,6 +38,7 @@ from jaxmpi._data.sources import RandomAccess
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process.stderr import one_line
 from jaxmpi._leaves import PyTree
+from jaxmpi._votes import Outcome, Vote
 from jaxmpi._world import session
 
 __all__ = ["Batches", "Shard", "batches", "check_data", "per_rank_batches", "rank_key", "shard"]

@@ -18,6 +18,7 @@ FOUNDATION = {
     "_errors",
     "_leaves",
     "_per_rank_state",
+    "_votes",
     "_devices",
     "_jaxcompat",
     "_job.process",

@@ -20,10 +20,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxmpi._backends.base import Outcome, Place, Vote
+from jaxmpi._backends.base import Place
 from jaxmpi._backends.mpi_library import Communicator, Request
 from jaxmpi._backends.native_transports import shared_memory
 from jaxmpi._errors import MPIError
+from jaxmpi._votes import Outcome, Vote
 
 __all__ = ["Votes", "barrier", "broadcast", "open_votes"]
 

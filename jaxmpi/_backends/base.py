@@ -1,6 +1,5 @@
 """Records that the backends and the layers above share: a collective, its messages, a place."""
 
-import enum
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ __all__ = [
     "Event",
     "Explain",
     "Message",
-    "Outcome",
     "Overlap",
     "Place",
     "Progress",
@@ -26,7 +24,6 @@ __all__ = [
     "Started",
     "Taken",
     "Target",
-    "Vote",
     "fingerprint_of",
 ]
 
@@ -177,7 +174,7 @@ class Event(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a rank is, for those who watch it."""
+    """Collectives that a rank has entered, for those who watch it."""
 
     # Collectives and programs. Each rank enters the same ones, so that the numbers of two ranks can
     # be compared; votes aside, which only some of the ranks have to wait for.
@@ -185,20 +182,6 @@ class Progress(NamedTuple):
     votes: int  # that it has given
     inside: bool  # whether it waits in one of these
     in_vote: bool  # whether that is a vote
-
-
-class Vote(enum.IntEnum):
-    """What a rank tells all others in a vote."""
-
-    NO, YES, FAILED = 0, 1, 2
-
-
-class Outcome(NamedTuple):
-    """What all ranks have told in a vote."""
-
-    any: bool  # whether one has said yes
-    all: bool  # whether all have
-    failed: bool  # whether one has failed
 
 
 class Place(NamedTuple):

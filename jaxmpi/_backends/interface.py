@@ -32,15 +32,14 @@ from jaxmpi._backends.base import (
     Collective,
     Explain,
     Message,
-    Outcome,
     Place,
     Registry,
     Target,
-    Vote,
 )
 from jaxmpi._backends.program_log import ProgramLog
 from jaxmpi._job.process.busy import note_end_of_work
 from jaxmpi._job.process.communicating_thread import Turn
+from jaxmpi._votes import Outcome, Vote
 
 __all__ = [
     "Arrays",

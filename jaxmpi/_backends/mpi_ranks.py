@@ -27,11 +27,9 @@ from jaxmpi._backends.base import (
     Event,
     Explain,
     Message,
-    Outcome,
     Place,
     Progress,
     Registry,
-    Vote,
 )
 from jaxmpi._backends.comparison import EVENTS, MpiTransport
 from jaxmpi._backends.interface import Lowering, Processes
@@ -44,6 +42,7 @@ from jaxmpi._job.process.communicating_thread import Turn
 from jaxmpi._job.process.launchers import find_for_library
 from jaxmpi._job.process.processor import quota
 from jaxmpi._job.process.stderr import one_line
+from jaxmpi._votes import Outcome, Vote
 
 __all__ = ["Letter", "MpiRanks"]
 

@@ -20,11 +20,9 @@ from jaxmpi._backends.base import (
     Branch,
     Collective,
     Explain,
-    Outcome,
     Place,
     Registry,
     Target,
-    Vote,
 )
 from jaxmpi._backends.interface import (
     Limits,
@@ -36,6 +34,7 @@ from jaxmpi._backends.interface import (
     nesting_error,
 )
 from jaxmpi._backends.wire import through_all
+from jaxmpi._votes import Outcome, Vote
 
 __all__ = ["Identity", "PerRank", "Simulated", "Single", "Stack"]
 
@@ -46,6 +45,7 @@ REFUSED = (
     "is not defined: each simulated rank has a different value. Use the value of rank 0, x[0], the "
     "values of all ranks, np.asarray(x), or their mean, jaxmpi.average_metrics(x)."
 )
+
 BINARY = {
     "add": "+",
     "sub": "-",

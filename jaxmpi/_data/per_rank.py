@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._backends.base import Outcome, Vote
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._votes import Outcome, Vote
 
 __all__ = ["Exchange", "Layout", "Loader", "PerRankBatches"]
 

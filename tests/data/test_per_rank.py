@@ -14,7 +14,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi._backends.asleep import _ByMpi, open_votes
-from jaxmpi._backends.base import Outcome, Vote
+from jaxmpi._votes import Outcome, Vote
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
