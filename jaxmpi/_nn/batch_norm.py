@@ -176,7 +176,11 @@ def normalized(
     y = (x - now.mean.reshape(shape)) * factor
     if bias is not None:
         y = y + bias.reshape(shape)
-    return y.astype(jnp.result_type(*given) if dtype is None else np.dtype(dtype))
+    if dtype is None:
+        dtype = jnp.result_type(*given)
+        # integers, without a scale and a bias, are normalized to floats, as by Flax
+        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else widest(dtype)
+    return y.astype(np.dtype(dtype))
 
 
 def _abs2(x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from flax import linen
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._leaves import widest
-from jaxmpi._nn.batch_norm import moments, normalized, split_axes, updated
+from jaxmpi._nn.batch_norm import Moments, moments, normalized, split_axes, updated
 
 __all__ = ["BatchNorm"]
 
@@ -56,11 +56,15 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, wide)
         var = self.variable("batch_stats", "var", jnp.ones, shape, wide)
         dtype = jnp.result_type(x) if self.dtype is None else self.dtype
-        if self.force_float32_reductions:
-            dtype = widest(dtype)
+        # Sums and counts have 32 bits at least, as those within Flax's means: float16 ends at 65504
+        # rows. The option is about the dtype of their quotients.
+        sums = widest(dtype)
+        is_wide = self.force_float32_reductions or not jnp.issubdtype(dtype, jnp.inexact)
+        dtype = sums if is_wide else dtype
         x = jnp.asarray(x)
         axis, groups = self.axis_name, self.axis_index_groups
-        now = moments(x.astype(dtype), mask, reduced, axis, groups, fast=self.use_fast_variance)
+        now = moments(x.astype(sums), mask, reduced, axis, groups, fast=self.use_fast_variance)
+        now = Moments(now.mean.astype(dtype), now.var.astype(jnp.finfo(dtype).dtype), now.number)
         mean.value = updated(mean.value, now.mean, now.number, self.momentum)
         var.value = updated(var.value, now.var, now.number, self.momentum)
         scale = bias = None

@@ -190,11 +190,37 @@ def test_batch_norm_on_one_rank_is_that_of_flax(case, masked):
     compare(call(ours), call(theirs))
 
 
-def compare(got, want):
+WITHOUT_FLOAT32 = {"force_float32_reductions": False}
+OF_LINEN = {  # dtype of the rows, options
+    "float16": (np.float16, WITHOUT_FLOAT32 | {"dtype": jnp.float16, "param_dtype": jnp.float16}),
+    "bfloat16": (jnp.bfloat16, WITHOUT_FLOAT32 | {"param_dtype": jnp.bfloat16}),
+    "float16 statistics in float32": (np.float16, WITHOUT_FLOAT32),
+    "integers": (np.int32, WITHOUT_FLOAT32 | {"use_fast_variance": False}),
+    "integers alone": (np.int32, {"use_scale": False, "use_bias": False}),
+}
+
+
+@pytest.mark.parametrize("case", OF_LINEN)
+def test_batch_norm_of_linen_has_the_dtypes_of_flax_and_counts_beyond_float16(case):
+    jaxmpi.init()
+    kind, options = OF_LINEN[case]
+    kinds = (jaxmpi.nn.linen.BatchNorm, linen.BatchNorm)
+    x = np.random.default_rng(0).normal([1, 7], 2, (70_000, 2)).astype(kind)
+    both = [norm(use_running_average=False, momentum=0.5, **options) for norm in kinds]
+    variables = both[0].init(jax.random.key(0), x[:1])
+    run = jax.jit(
+        lambda norm, x: norm.apply(variables, x, mutable=["batch_stats"]), static_argnums=0
+    )
+    ours, theirs = (run(norm, x) for norm in both)
+    assert np.isfinite(np.asarray(ours[0], float)).all()
+    compare(ours, theirs, 1e-2 if kind == np.float16 else None)
+
+
+def compare(got, want, tolerance=None):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
-        tight = 1e-6 if a.dtype.itemsize >= 4 else 1e-2
+        tight = tolerance or (1e-6 if a.dtype.itemsize >= 4 else 1e-2)
         np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), tight, tight)
 
 
