@@ -255,9 +255,10 @@ def pair_up(
     # 2. The other floats. Means come first: a count beside one of them is no float on its own.
     alone = [i for i, leaf in enumerate(named) if leaf.is_float and i not in done]
     alone.sort(key=lambda i: not _is_mean(named[i].name))
+    places = _Places(named, alone, done)
     for i in alone:
         if i not in done:
-            groups[i] = _alone(named, at, i, done)
+            groups[i] = _alone(named, at, i, done, places)
     return list(groups.values())
 
 
@@ -333,7 +334,49 @@ def _count(at: Mapping[Name, int], name: Name, k: int, match: re.Match[str]) -> 
     return []
 
 
-def _alone(named: Sequence[StatLeaf], at: Mapping[Name, int], i: int, done: set[int]) -> StatGroup:
+class _Places:
+    """Leaves beside the floats without a spread, found once for all of these.
+
+    The leaves at one place have names that differ in one part alone. A walk over all leaves for
+    each float, or over all at its place, would cost the square of their number.
+    """
+
+    def __init__(self, named: Sequence[StatLeaf], alone: Iterable[int], done: set[int]) -> None:
+        self._done = done
+        self._counted: set[tuple[Name, Name]] = set()  # places with a leaf called "count"
+        # floats that may be variances, by their place and shape
+        self._unclear: dict[tuple[Name, Name, tuple[int, ...]], list[int]] = {}
+        parts = {_last(named[i].name) for i in alone}
+        for j, leaf in enumerate(named):
+            for k in parts:
+                if not 0 <= k < len(leaf.name):
+                    continue
+                place, word = _place(leaf.name, k), str(leaf.name[k])
+                if word.lower() in COUNTS:
+                    self._counted.add(place)
+                elif leaf.is_float and j not in done and not LINEAR.search(word):
+                    self._unclear.setdefault((*place, leaf.shape), []).append(j)
+
+    def has_count(self, leaf: StatLeaf, k: int) -> bool:
+        """Return whether a count stands beside a leaf, whose role part k of its name tells."""
+        return _place(leaf.name, k) in self._counted
+
+    def unclear(self, leaf: StatLeaf, k: int, i: int) -> int | None:
+        """Return a float beside leaf i of which nobody can tell whether it is its variance."""
+        key = (*_place(leaf.name, k), leaf.shape)
+        # What has become the count of another mean is dropped here, once. Then leaf i alone stays,
+        # or there is an error, so that the next mean at this place has one leaf to look at.
+        self._unclear[key] = [j for j in self._unclear.get(key, []) if j not in self._done]
+        return next((j for j in self._unclear[key] if j != i), None)
+
+
+def _place(name: Name, k: int) -> tuple[Name, Name]:
+    return name[:k], name[k + 1 :]
+
+
+def _alone(
+    named: Sequence[StatLeaf], at: Mapping[Name, int], i: int, done: set[int], places: _Places
+) -> StatGroup:
     """Return the group of a float without a spread, once its plain average is known to be right."""
     leaf = named[i]
     k = _last(leaf.name)
@@ -343,12 +386,8 @@ def _alone(named: Sequence[StatLeaf], at: Mapping[Name, int], i: int, done: set[
             "variance. Pass a dict with names, such as 'mean' and 'var', or average by "
             "jaxmpi.tree_allreduce."
         )
-    beside = {}  # the other leaves at its place, by name
-    for j, other in enumerate(named):
-        if j != i and other.name[:k] == leaf.name[:k] and other.name[k + 1 :] == leaf.name[k + 1 :]:
-            beside[str(other.name[k])] = j
     word = str(leaf.name[k])
-    if word.lower() in SUMS and any(name.lower() in COUNTS for name in beside):
+    if word.lower() in SUMS and places.has_count(leaf, k):
         raise ValueError(
             f"{FUNCTION}: leaf {leaf.text} is a sum, with the count of its terms beside it. Merge "
             "metrics by jaxmpi.merge_metrics, and add sums by jaxmpi.tree_allreduce(sums, 'sum')."
@@ -356,15 +395,12 @@ def _alone(named: Sequence[StatLeaf], at: Mapping[Name, int], i: int, done: set[
     match = MEAN.search(word)
     if match is None:
         return StatGroup(i)
-    for name, j in beside.items():
-        other = named[j]
-        alike = other.is_float and other.shape == leaf.shape and j not in done
-        if alike and name.lower() not in COUNTS and not LINEAR.search(name):
-            raise ValueError(
-                f"{FUNCTION}: leaf {other.text} stands beside the mean {leaf.text}, and nobody can "
-                "tell whether it is a variance. Call it 'var', 'std' or 'm2' if it is, or average "
-                "it alone by jaxmpi.tree_allreduce."
-            )
+    if (j := places.unclear(leaf, k, i)) is not None:
+        raise ValueError(
+            f"{FUNCTION}: leaf {named[j].text} stands beside the mean {leaf.text}, and nobody can "
+            "tell whether it is a variance. Call it 'var', 'std' or 'm2' if it is, or average "
+            "it alone by jaxmpi.tree_allreduce."
+        )
     count = _count(at, leaf.name, k, match)
     done |= set(count)
     return StatGroup(i, count=count)

@@ -12,6 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import jaxmpi
+from jaxmpi._nn.stat_names import named_leaves, pair_up
 from jaxmpi.nn import average_batch_stats
 from jaxmpi.testing import run_ranks
 
@@ -420,3 +421,42 @@ def test_average_batch_stats_averages_what_is_no_variance():
     number = average_batch_stats({"mean": 1.0 * r, "var": 1.0}, weight=r + 1)
     assert float(number["mean"]) == pytest.approx(float(counted["mean"]))
     assert average_batch_stats({}) == {} and average_batch_stats({"step": 3}) == {"step": 3}
+
+
+class Watched(list):
+    """A list that counts the items that are read of it."""
+
+    read = 0
+
+    def __iter__(self):
+        for x in super().__iter__():
+            self.read += 1
+            yield x
+
+    def __getitem__(self, i):
+        self.read += 1
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: {f"layer{i}": {"ema": np.float32(1)}},
+        lambda i: {f"layer{i}_ema": np.float32(1)},
+        lambda i: {f"layer{i}": {"mean": np.float32(1), "other_mean": np.float32(1)}},
+        lambda i: {f"layer{i}_mean": np.float32(1), f"layer{i}_count": np.int32(1)},
+        lambda i: {f"layer{i}_mean": np.float32(1), f"layer{i}_var": np.float32(1)},
+    ],
+)
+def test_pair_up_reads_each_leaf_a_few_times(make):
+    for n in (1, 40):
+        stats = {name: value for i in range(n) for name, value in make(i).items()}
+        named = Watched(named_leaves(stats, jax.tree.leaves(stats)))
+        pair_up(named, weighted=False, momentum=None)
+        assert named.read <= 8 * len(named)
+
+
+def test_pair_up_takes_a_name_that_another_one_begins_with():
+    stats = {"bn": np.float32(1), "bn/ema": np.float32(1)}
+    named = [*named_leaves(stats, jax.tree.leaves(stats))]
+    assert len(pair_up(named, weighted=False, momentum=None)) == 2
