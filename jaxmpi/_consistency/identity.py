@@ -43,14 +43,22 @@ def _plain(static: object) -> str:
 
 
 def identity(obj: object) -> tuple[object, str]:
-    """Return (identity to compare in another process, text for errors) of an object."""
+    """Return (identity to compare in another process, text for errors) of an object.
+
+    Every rank calls it before it communicates: what the object's own code raises, on one rank
+    perhaps, must not keep that rank from the others.
+    """
     function = inspect.unwrap(obj) if callable(obj) else obj
     if isinstance(code := getattr(function, "__code__", None), CodeType):
         return _code(code), f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     try:
-        return pickle.dumps(obj), repr(obj)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return without_addresses(repr(obj)), repr(obj)
+        text = repr(obj)
+    except Exception:  # of the object's own code, here and below
+        text = f"a {type(obj).__qualname__}"
+    try:
+        return pickle.dumps(obj), text
+    except Exception:  # not PicklingError alone: a lock raises RuntimeError, ctypes ValueError
+        return without_addresses(text), text
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
@@ -74,8 +82,12 @@ def without_addresses(text: str) -> str:
 def same(here: object, there: object) -> bool:
     """Return whether two identities are equal.
 
-    Sets and the like may be equal even if their pickles are not.
+    Sets and the like may be equal even if their pickles are not. Objects that cannot be compared,
+    such as a dataclass of arrays, differ if their pickles do: only some ranks may be asking.
     """
     if here == there or not (isinstance(here, bytes) and isinstance(there, bytes)):
         return bool(here == there)
-    return bool(pickle.loads(here) == pickle.loads(there))
+    try:
+        return bool(pickle.loads(here) == pickle.loads(there))
+    except Exception:  # of the object's own code
+        return False

@@ -19,6 +19,23 @@ class Color(enum.Enum):
     BLUE = 2
 
 
+@dataclasses.dataclass
+class Plain:
+    """Not registered as a pytree; two of different arrays cannot be compared by ==."""
+
+    x: np.ndarray
+
+
+class Unreadable:
+    """Cannot be pickled, nor printed."""
+
+    def __reduce__(self):
+        raise RuntimeError("not between processes")
+
+    def __repr__(self):
+        raise ValueError("not now")
+
+
 @run_ranks(1, 2, 3, 4)
 def test_synchronize_gives_roots_values_and_keeps_kinds():
     r, n = jaxmpi.rank(), jaxmpi.size()
@@ -41,6 +58,8 @@ def test_synchronize_gives_roots_values_and_keeps_kinds():
                 Color.RED,
                 lambda x: x in {"a", "b"},
                 frozenset({"a", "b", "c"}),
+                Plain(np.arange(3)),
+                Unreadable(),
             ],
         }
         mine, want = make(r), make(root)
@@ -104,6 +123,10 @@ DIFFERENCES = [  # rank r's tree, and what every rank reads
     (
         lambda r, last: {"f": (lambda x: x + 1) if r == last else (lambda x: x + 2)},
         r"leaf \['f'\], a function",
+    ),
+    (
+        lambda r, last: {"p": Plain(np.arange(3) + (r == last))},
+        r"leaf \['p'\], a Plain, cannot be sent and is Plain\(x=array\(\[1, .* on rank {last}",
     ),
 ]
 
