@@ -5,6 +5,8 @@ fingerprints, `leaves` or `in_memory`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -15,6 +17,8 @@ from jax.tree_util import PyTreeDef
 from jaxmpi._leaves import PyTree
 
 __all__ = ["Arrays", "RandomAccess", "Samples", "open_source"]
+
+READ_AT_ONCE = 1024  # samples of a list whose parts are held
 
 
 @runtime_checkable
@@ -114,10 +118,7 @@ class Samples:
 
     def gather(self, rows: npt.NDArray[np.int64]) -> PyTree:
         samples = self.view(rows.tolist())
-        samples = [
-            jax.tree.map(np.asarray, sample, is_leaf=lambda x: isinstance(x, list))
-            for sample in samples
-        ]
+        samples = [jax.tree.map(np.asarray, sample, is_leaf=_is_list) for sample in samples]
         layout = _layout(samples[0])
         for row, sample in zip(rows, samples, strict=True):
             if _layout(sample) != layout:
@@ -126,7 +127,53 @@ class Samples:
                     f"{jax.tree.map(np.shape, sample)}, and sample {rows[0]} has "
                     f"{jax.tree.map(np.shape, samples[0])}. Pad or crop the samples to one shape."
                 )
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+        batch, structure = jax.tree.flatten(jax.tree.map(lambda *xs: np.stack(xs), *samples))
+        for c, dtype in self._mixed_dtypes.items():
+            # never to a narrower one: a Python int of 64 bits may be unsigned
+            batch[c] = batch[c].astype(np.result_type(batch[c].dtype, dtype), copy=False)
+        return structure.unflatten(batch)
+
+    @cached_property
+    def _mixed_dtypes(self) -> dict[int, np.dtype]:
+        """Return the common dtype of each leaf that has several in a list, by the leaf's number.
+
+        Of [1, 2, 0.5, 3], rank 0 of two reads integers and rank 1 floats, and from its own rows no
+        rank can tell. Every rank has the whole list, so all find the dtype that NumPy gives to all
+        samples together. It is empty for samples of several structures, and for sources that run
+        code of the user, where to read all samples may take as long as an epoch.
+        """
+        if type(self._data) is not list:
+            return {}
+        first, n = self._data[0], len(self._data)
+        found: list[set[np.dtype]] = [set() for _ in jax.tree.leaves(first, is_leaf=_is_list)]
+        for start in range(0, n, READ_AT_ONCE):
+            # one call for many samples, which takes a small part of the time of a call for each
+            samples = tuple(self._data[start : start + READ_AT_ONCE])
+            leaves, structure = jax.tree.flatten(samples, is_leaf=_is_list)
+            if structure != jax.tree.structure((first,) * len(samples), is_leaf=_is_list):
+                return {}
+            for c, dtypes in enumerate(found):
+                dtypes |= _dtypes(leaves[c :: len(found)])
+        return {c: np.result_type(*dtypes) for c, dtypes in enumerate(found) if len(dtypes) > 1}
+
+
+def _dtypes(parts: Sequence[object]) -> set[np.dtype]:
+    """Return the dtypes of numbers, arrays of numbers, and lists of these; of no other objects."""
+    dtypes: set[np.dtype] = set()
+    for kind in set(map(type, parts)):
+        if kind in (bool, int, float, complex) or issubclass(kind, np.number | np.bool_):
+            dtypes.add(np.dtype(kind))
+        elif issubclass(kind, list):
+            lists = [part for part in parts if type(part) is kind]
+            dtypes |= _dtypes([*chain.from_iterable(lists)])
+        elif issubclass(kind, np.ndarray | jax.Array):
+            dtypes |= {part.dtype for part in parts if type(part) is kind}
+    return {dtype for dtype in dtypes if getattr(dtype, "kind", "") in "biufc"}
+
+
+def _is_list(x: object) -> bool:
+    """Return whether a part of a sample is a list, which is one array."""
+    return isinstance(x, list)
 
 
 def _layout(sample: PyTree) -> tuple[PyTreeDef, list[tuple[int, ...]]]:

@@ -429,6 +429,30 @@ def test_batches_leave_jax_arrays_and_dtypes_alone():
     assert (batch["k"] == data["k"][2:4]).all()
 
 
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1, 2, 0.5, 3],
+        [True, False, 2, 3],
+        [np.float32(1), np.float32(2), 3.0, 4.0],
+        [2**63, 2**63, 0.5, 2],  # beyond int64
+        [{"x": np.ones(2), "y": 1}] * 2 + [{"x": np.ones(2), "y": 1j}, {"x": np.ones(2), "y": 2}],
+        [[1, 2], [3, 4], [0.5, 6], [7, 8]],
+        [np.zeros(2, np.int8)] * 3 + [np.full(2, 0.5, np.float32)],
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_batches_of_a_list_have_the_dtype_of_all_its_samples_on_every_rank(samples, size):
+    want = jax.tree.map(lambda *xs: np.stack(xs), *samples)
+    if isinstance(samples[0], list):
+        want = np.array(samples)
+    ranks = [list(Batches(samples, 4, rank=rank, size=size)) for rank in range(size)]
+    got = jax.tree.map(lambda *xs: np.concatenate(xs), *(batch for (batch,) in ranks))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for (batch,) in ranks:
+        assert jax.tree.map(lambda x: x.dtype, batch) == jax.tree.map(lambda x: x.dtype, want)
+
+
 def test_batches_ask_bulk_sources_once_a_step():
     source = Bulk(dicts(8))
     list(Batches(source, 4, rank=1, size=2))
