@@ -4,6 +4,7 @@ Both work for any rank and size; the equations are in `jaxmpi.data`.
 """
 
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jaxmpi import _jaxcompat
 from jaxmpi._data.sources import Arrays, RandomAccess, Samples, open_source
 from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import PyTree
@@ -179,7 +181,7 @@ class Batches(Iterable[PyTree]):
             warnings.warn(
                 f"batches: an epoch of {self.samples} samples has no step with batch_size "
                 f'{self._batch_size}. Pass a smaller batch_size, or remainder="mask".',
-                stacklevel=3,
+                stacklevel=_level_of_user(),
             )
 
     def rest(self) -> Iterator[PyTree]:
@@ -236,6 +238,18 @@ class Batches(Iterable[PyTree]):
         rows = np.full(n_rows, self._order[lo], np.int64)
         rows[: len(part)] = self._order[lo + part.start : lo + part.stop]
         return rows, np.arange(n_rows) < len(part)
+
+
+def _level_of_user() -> int:
+    """Return the `stacklevel` with which the caller warns of the user's line.
+
+    An iteration begins in the user's loop, in `prefetch`, or for all simulated ranks: so many
+    frames of jaxmpi stand between.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _jaxcompat.in_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _part(n: int, rank: int, size: int) -> range:

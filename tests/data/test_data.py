@@ -326,6 +326,16 @@ def test_an_epoch_without_steps_is_warned_of_on_rank_0(n, remainder):
     assert list(Batches(values(8), 4, rank=0, size=2, start=8)) == []
 
 
+@pytest.mark.parametrize("read", [lambda x: x, jaxmpi.prefetch])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_epoch_without_steps_is_warned_of_at_the_line_of_the_loop(read, ranks):
+    with jaxmpi.simulate(ranks):
+        loader = read(jaxmpi.batches(values(3), 4))
+        with pytest.warns(UserWarning, match="no step") as warned:
+            assert list(loader) == []
+    assert [each.filename for each in warned] == [__file__]
+
+
 COLUMNS = [np.ones((500, 2)), np.ones(500)]
 
 
