@@ -147,7 +147,8 @@ def batches(
     Args:
         data: The whole data, as for `shard`. Arrays are gathered by row; samples come from
             `__getitems__` where there is one, else one by one, and are stacked leaf by leaf as
-            NumPy arrays (a list in a sample is one array).
+            NumPy arrays (a list in a sample is one array). Of a list, each leaf has the dtype that
+            NumPy gives to all samples together.
         batch_size: B, the samples per step over all ranks.
         seed: None keeps the order of the data; an int shuffles it by (seed, epoch, N), whatever the
           number of ranks.
