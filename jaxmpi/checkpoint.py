@@ -1,7 +1,6 @@
 """Save a training run, and go on with it on any number of ranks."""
 
 import os
-import warnings
 from pathlib import Path
 
 from jaxmpi._backends.interface import Ranks
@@ -9,14 +8,13 @@ from jaxmpi._checkpoint import restoring, saving, tree_leaves
 from jaxmpi._checkpoint.agreement import (
     Side,
     agree,
-    checked,
     checked_folder,
     checked_step,
     lines_of,
 )
 from jaxmpi._checkpoint.saving import Saves
 from jaxmpi._collectives.objects import untraced
-from jaxmpi._consistency.compare import compare_values_again
+from jaxmpi._consistency.compare import compare_values_again, raising_on_all
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit.api import local
 from jaxmpi._leaves import PyTree
@@ -62,11 +60,11 @@ def save(
     Args:
       directory: holds the checkpoints of one run; made if it is not there. The same on all ranks,
         in the same words; a relative one is a folder of rank 0's working directory.
-      step: the number of the checkpoint, 0 or more. One of the same number is replaced. Those that
-        this run has not come from are set aside, with a line on the screen: those of higher
-        numbers, as after going back to an older step or in a folder of another run, and, at the
-        first save after `restore`, those after the step that was restored. They get names that
-        begin with "abandoned-", and `latest` and `restore` do not look at them.
+      step: the number of the checkpoint, from 0 to 2^63 - 1. One of the same number is replaced.
+        Those that this run has not come from are set aside, with a line on the screen: those of
+        higher numbers, as after going back to an older step or in a folder of another run, and, at
+        the first save after `restore` that is written, those after the step that was restored. They
+        get names that begin with "abandoned-", and `latest` and `restore` do not look at them.
       tree: any pytree of arrays, PRNG keys, Python numbers and text.
       keep: how many checkpoints to keep, this one included; None for all.
       background: whether to return before it is written.
@@ -79,17 +77,19 @@ def save(
       CheckpointError: on every rank, if this save cannot begin, or if the one before could not be
         written; this one is then being written nevertheless.
       RankMismatchError: on every rank, if their trees, folders, steps or options differ, or the
-        values of a leaf that is in no `PerRankState`, with its path.
+        values of a leaf that is in no `PerRankState`, with its path; on the others, if one of the
+        errors below is raised on some ranks only, with its text.
       TypeError: a leaf that cannot be saved, with its path; a step that is no integer, a directory
         that is no path.
-      ValueError: a negative step; `keep` below 1; two leaves with the same path.
+      ValueError: a step below 0 or above 2^63 - 1; `keep` below 1; two leaves with the same path.
       RuntimeError: called in traced code.
     """
     backend = untraced("save")
     saves = session.state(Saves)
-    where = checked(backend, "save", lambda: checked_folder("save", directory))
-    step = checked(backend, "save", lambda: checked_step("save", step))
-    found = checked(backend, "save", lambda: saving.leaves_to_save(tree, step, keep, backend.axes))
+    with raising_on_all(backend, "save", sends=False):
+        where = checked_folder("save", directory)
+        step = checked_step("save", step)
+        found = saving.leaves_to_save(tree, step, keep, backend.axes)
     leaves = [leaf for leaf, _ in found]
     writers = saving.writers_of(leaves, backend.place.size)
     # 1. One save is written at a time: when it is done, there is room for the copies of this one.
@@ -102,12 +102,10 @@ def save(
     sides = agree(backend, "save", side)
     saving.check_sides(prepared, sides)
     # 3. The second round: rank 0 has made the folder.
-    path = Path(directory).absolute()
-    begun = saving.begin(backend, saves, path, leaves, in_memory)
+    begun = saving.begin(backend, saves, Path(directory), leaves, in_memory)
     # 4. The ranks write, and rank 0 makes the folder a checkpoint.
-    base = saves.lineage.restored.pop(path, None)
     kept = 1 if in_memory else keep
-    saves.start(backend, saving.Plan(path, begun, step, kept, base, writers, prepared.arrays))
+    saves.start(backend, saving.Plan(begun, step, kept, writers, prepared.arrays))
     errors = [side.last_save for side in sides]
     if not background:
         errors += backend.allgather_object(saves.wait(backend))
@@ -124,8 +122,8 @@ def latest(directory: str | os.PathLike) -> int | None:
 
     **Collective:** every rank calls it.
     **Communication:** a comparison of the call and of how the last save has ended, 16 bytes; from
-    every rank the path of the folder in memory that it sees, and an error if there is one; from
-    rank 0 the manifest.
+    rank 0 the name of the folder in memory; if there is one, from every rank whether it sees it;
+    from rank 0 the manifest, or the error.
 
     Raises:
       CheckpointError: on every rank, if the save before could not be written.
@@ -136,7 +134,8 @@ def latest(directory: str | os.PathLike) -> int | None:
     >>> latest("a folder that is not there")
     """
     backend = untraced("latest")
-    where = checked(backend, "latest", lambda: checked_folder("latest", directory))
+    with raising_on_all(backend, "latest", sends=False):
+        where = checked_folder("latest", directory)
     _agree_after_save(backend, "latest", [where])
     whole, _ = restoring.newest(backend, Path(directory), None)
     return None if whole is None else whole[1].step
@@ -162,15 +161,17 @@ def restore(
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** a comparison of the call and of how the last save has ended, 16 bytes; from
-    every rank the path of the folder in memory that it sees, and an error if there is one; from
-    rank 0 the manifest, and the numbers of what is equal on all ranks, which it alone reads.
+    rank 0 the name of the folder in memory; if there is one, from every rank whether it sees it;
+    from rank 0 the manifest, or the error; from every rank the error of what it reads, if there is
+    one; and from rank 0 the numbers of what is equal on all ranks, which it alone reads.
 
     Args:
       directory: that of `save`.
       like: a tree of the same structure, shapes and dtypes, such as the one that a new run begins
         with; its values don't matter, and `jax.ShapeDtypeStruct` will do. Arrays come back on its
-        devices. A Python number fits an array without axes of its type (bool, integer or float),
-        and the other way round: it comes back as what it is in `like`.
+        devices, in its shardings and with its weak types. A Python number fits an array without
+        axes of its type (bool, integer or float), and the other way round: it comes back as what it
+        is in `like`.
       step: which checkpoint; the newest that is whole by default.
       partial: whether `like` may have other leaves than the checkpoint: parameters without their
         optimizer for an evaluation, a model with a new head. Leaves of both, by name, are restored;
@@ -182,7 +183,8 @@ def restore(
       CheckpointError: on every rank: there is none; a file is missing, truncated, damaged or not
         one of ours, with its name; a leaf of `like` has another shape or dtype or is not there,
         with its path; the save before could not be written.
-      RankMismatchError: on every rank, if their trees, folders, steps or options differ.
+      RankMismatchError: on every rank, if their trees, folders, steps or options differ; on the
+        others, if one of the errors below is raised on some ranks only, with its text.
       TypeError: a step that is no integer, a directory that is no path.
       ValueError: a state of `sharded` in `like` that was made for another number of ranks; two
         leaves with the same path.
@@ -191,13 +193,14 @@ def restore(
     backend = untraced("restore")
     saves = session.state(Saves)
     # 1. The ranks agree on the call, and the last save is written.
-    where = checked(backend, "restore", lambda: checked_folder("restore", directory))
-    if step is not None:
-        step = checked(backend, "restore", lambda: checked_step("restore", step))
-    like = local(like)
-    found = checked(backend, "restore", lambda: tree_leaves.leaves_of(like, backend.axes))
+    with raising_on_all(backend, "restore", sends=False):
+        where = checked_folder("restore", directory)
+        if step is not None:
+            step = checked_step("restore", step)
+        like = local(like)
+        found = tree_leaves.leaves_of(like, backend.axes)
+        omitted = tree_leaves.omitted(like)
     wanted = [leaf for leaf, _ in found]
-    omitted = tree_leaves.omitted(like)
     options = f"step {step}, without {omitted}, partial {partial}"
     _agree_after_save(backend, "restore", lines_of(wanted, where, options))
     for tries in range(TRIES, 0, -1):
@@ -214,23 +217,24 @@ def restore(
         saved, here, warning, advice = manifest.leaves, wanted, "", REBUILD
         if partial:
             saved, here, warning = restoring.only_common(saved, wanted)
-            restoring.check_kept(folder, found, here)
+            restoring.check_common(folder, here)
             advice = "Take it out of `like`."
         if different := restoring.difference(saved, here, omitted):
             raise CheckpointError(f"restore: {folder}: {different}. {advice}")
         # 4. Rank 0 reads what is replicated, and each rank its shards and its own values.
         by_name = {leaf.name: leaf for leaf in saved}
+        pairs = [(by_name[leaf.name], leaf) for leaf in here]
+        kept = [(leaf, x) for leaf, x in found if leaf.name not in by_name]
         try:
-            pairs = [(by_name[leaf.name], leaf) for leaf in here]
-            values = restoring.read(backend, folder, manifest, pairs)
+            values = restoring.read(backend, folder, manifest, pairs, kept)
             break
         except CheckpointError:  # a run that saves may have removed it: then look again
-            if tries == 1 or backend.broadcast_object(folder.exists(), 0):
+            if tries == 1 or backend.broadcast_object(os.path.exists(folder), 0):
                 raise
     compare_values_again(backend)
     if warning and backend.place.rank == 0:
-        warnings.warn(f"restore: {folder}: {warning}.", stacklevel=2)
-    if not partial:  # a partial restore begins another run, or ends this one
+        restoring.warn(f"restore: {folder}: {warning}.")
+    if not partial and backend.place.rank == 0:  # which makes the folders checkpoints
         saves.lineage.note_restore(Path(directory).absolute(), manifest.step)
     restored = dict(zip([leaf.name for leaf in here], values, strict=True))
     out = []

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmpi._backends.base import fingerprint_of
@@ -15,12 +15,11 @@ from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountE
 __all__ = [
     "Side",
     "agree",
-    "checked",
     "checked_folder",
     "checked_step",
     "lines_of",
-    "ranks_here",
     "run_on_all_or_raise",
+    "run_on_rank_0_or_raise",
     "text_of",
 ]
 
@@ -78,7 +77,7 @@ def agree(backend: Ranks, function: str, side: Side) -> list[Side]:
         "error": [side.error],
         "last save": [side.last_save],
     }
-    call = _call(function, side.lines)
+    call = Call.of(function, "\n".join([function, *side.lines]))
     reports = compare.gather_reports(backend, call, details)
     if any(report.call != call for report in reports):
         raise mismatch_of(reports)
@@ -87,24 +86,6 @@ def agree(backend: Ranks, function: str, side: Side) -> list[Side]:
         its = report.details
         sides.append(Side(its["given"], its["digests"], its["error"][0], its["last save"][0]))
     return sides
-
-
-def _call(function: str, lines: Sequence[str]) -> Call:
-    return Call.of(function, "\n".join([function, *lines]))
-
-
-def checked(backend: Ranks, function: str, check: Callable[[], T]) -> T:
-    """Return what `check` returns; where it raises on one rank, all raise.
-
-    The others are in `agree`. They get a RankMismatchError with its text, unless they raise the
-    same.
-    """
-    try:
-        return check()
-    except (TypeError, ValueError) as error:
-        lines = [f"{type(error).__name__}: {error}"]
-        compare.check_consistent(backend, _call(function, lines), lambda: {"given": lines})
-        raise
 
 
 def checked_folder(function: str, directory: object) -> str:
@@ -153,11 +134,24 @@ def run_on_all_or_raise(backend: Ranks, function: Callable[[], T]) -> T:
     return result
 
 
+def run_on_rank_0_or_raise(backend: Ranks, function: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result on all ranks; where it fails, all raise.
+
+    **Communication:** a broadcast of the result, or of the error text.
+    """
+    result: Any = None
+    error = ""
+    if backend.place.rank == 0:
+        try:
+            result = function()
+        except Exception as caught:
+            error = text_of(caught)
+    result, error = backend.broadcast_object((result, error), 0)
+    if error:
+        raise CheckpointError(error)
+    return result
+
+
 def text_of(error: Exception) -> str:
     """Return the text of an error for other ranks, with its type unless it is a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def ranks_here(backend: Ranks) -> Iterator[int]:
-    """Yield the ranks that live in this process."""
-    yield from backend.ranks_here

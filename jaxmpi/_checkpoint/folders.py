@@ -57,7 +57,10 @@ _FIRST_LINE = re.compile(rb'\{"checksum": (\d{1,10}),\n')
 
 
 def found(directory: Path) -> list[Path]:
-    """Return the folders named as checkpoints, from the newest to the oldest, unchecked."""
+    """Return the folders named as checkpoints, from the newest to the oldest, unchecked.
+
+    Of one step, the newest is the one that was saved last.
+    """
     if not directory.is_dir():
         return []
     named = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
@@ -65,7 +68,7 @@ def found(directory: Path) -> list[Path]:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """Return (step, how often it was saved again) by the name of a checkpoint."""
+    """Return (step, number among the saves of this step) by the name of a checkpoint."""
     match = _NAME.fullmatch(folder.name)
     assert match
     return int(match[1]), int(match[2] or 0)
@@ -237,17 +240,16 @@ def commit(
     folder: Path,
     manifest: Manifest,
     keep: int | None,
-    base: int | None = None,
 ) -> None:
     """Make a checkpoint of a folder in which all ranks have written.
 
     Args:
-      lineage: of this job.
+      lineage: of this job. It forgets the step that was restored from `directory` once the
+        checkpoint is there: a save that fails leaves it to the next one.
       directory: of the checkpoints of the run.
       folder: as `begin` has made it, in `directory` or in memory.
       manifest: describes what is in it.
       keep: how many checkpoints to keep.
-      base: the step that was restored from `directory` since its last save, if any.
 
     Raises:
       CheckpointError: the disk refuses something, with the reason and what to do.
@@ -270,9 +272,10 @@ def commit(
         _to_disk(folder)
         # 2. Later checkpoints of a run that was left lose their names before the new one gets its
         #    own: a job that is killed in between goes on from an older one of its own.
-        set_aside(lineage, directory, folder, manifest.step, base)
+        set_aside(lineage, directory, folder, manifest.step)
         # 3. The checkpoint is there.
         checkpoint = _rename(folder, manifest.step)
+        lineage.restored.pop(directory, None)
         lineage.note(checkpoint)
         _to_disk(folder.parent)
     except OSError as error:
@@ -293,7 +296,7 @@ def commit(
         _empty(lineage, in_memory)
 
 
-def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: int | None) -> None:
+def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int) -> None:
     """Rename the checkpoints that this run has not come from, so that no job goes on from them.
 
     These are the later ones, of a run that went further and was left; and those between the step
@@ -305,8 +308,8 @@ def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: 
       directory: of the checkpoints of the run.
       folder: the unfinished folder of this save.
       step: that is being saved.
-      base: the step that was restored from `directory` since its last save, if any.
     """
+    base = lineage.restored.get(directory)
     least = step if base is None else min(base, step)
 
     def of_another_run(there: Path, now: float) -> list[Path]:
@@ -342,11 +345,13 @@ def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: 
 def _rename(folder: Path, step: int) -> Path:
     """Give an unfinished folder the name of its step, and return the new path.
 
-    A folder of that name stays, and the new one is called step-STEP.1, .2 and so on: there is no
-    moment without a whole checkpoint of the step.
+    Earlier ones of the step stay for now, and the new one is called step-STEP.N, with N above all
+    of theirs: there is no moment without a whole checkpoint of the step, and from the first one on
+    `found` has the new one before them, even if nobody ever removes them.
     """
     name = folder.parent / f"step-{step:012}"
-    again = 0
+    numbers = [number for at, number in map(_order, found(folder.parent)) if at == step]
+    again = max(numbers, default=-1) + 1
     while True:
         checkpoint = name.with_suffix(f".{again}") if again else name
         try:

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +31,8 @@ __all__ = [
     "dtype_of",
     "file_name",
     "format_manifest",
+    "holds_numbers",
+    "is_count",
     "is_plain",
     "parse_manifest",
 ]
@@ -153,6 +155,21 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(jnp.dtype(name))
 
 
+def holds_numbers(dtype: str) -> bool:
+    """Return whether a manifest can have an array of a dtype with this name."""
+    try:
+        found = dtype_of(dtype)
+    except TypeError:  # no name of a dtype, such as the text of one with fields
+        return False
+    numbers = found.kind in "biufc" or jnp.issubdtype(found, jnp.number)
+    return numbers and str(found) == dtype
+
+
+def is_count(x: object) -> TypeGuard[int]:
+    """Return whether x is an integer from 0 to 2^63 - 1, which a manifest can have."""
+    return type(x) is int and 0 <= x < 2**63
+
+
 def is_plain(x: object) -> bool:
     """Return whether x is a Python number or text; subclasses, such as `np.float64`, are not."""
     return PLAIN_TYPES.get(type(x).__name__) is type(x)
@@ -230,11 +247,8 @@ def _parse_leaf(
         right = type(values) is list and len(values) == count and not leaf.shape
         if not right or any(type(x) is not PLAIN_TYPES[dtype] for x in values):
             raise ValueError(f"leaf {name}, {dtype}, has the value {value}")
-    elif not dtype.startswith("key<"):
-        found = dtype_of(dtype)
-        numbers = found.kind in "biufc" or jnp.issubdtype(found, jnp.number)
-        if str(found) != dtype or not numbers:
-            raise ValueError(f"leaf {name} has dtype {dtype}")
+    elif not dtype.startswith("key<") and not holds_numbers(dtype):
+        raise ValueError(f"leaf {name} has dtype {dtype}")
     return leaf
 
 
@@ -264,6 +278,6 @@ def _parse_member(row: Sequence[int], leaf: Leaf, ranks: int, file_bytes: int) -
 
 def _count(x: object) -> int:
     """Return x if it is an integer from 0 to 2^63 - 1; raise a ValueError otherwise."""
-    if type(x) is not int or not 0 <= x < 2**63:
+    if not is_count(x):
         raise ValueError(f"{x} is no count")
     return x

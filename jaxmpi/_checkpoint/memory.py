@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxmpi._errors import CheckpointError
 from jaxmpi._job.process import files
 
-__all__ = ["MEMORY", "begin", "existing", "forgotten", "present_time"]
+__all__ = ["MEMORY", "begin", "existing", "forgotten", "is_here", "present_time"]
 
 MEMORY = Path("/dev/shm")
 MARKER = "in-memory"
@@ -36,13 +36,16 @@ def existing(directory: Path) -> Path | None:
     There is none where nothing was saved in memory, or where the host was started since.
     """
     name = _named(directory)
-    if name is None:
-        return None
+    return MEMORY / name if name is not None and is_here(name) else None
+
+
+def is_here(name: str) -> bool:
+    """Return whether the memory of this host has a folder of this name, of this user."""
     try:
         os.close(files.open_folder(MEMORY / name, private=True))
     except OSError:
-        return None
-    return MEMORY / name
+        return False
+    return True
 
 
 def begin(directory: Path) -> Path:

@@ -3,6 +3,7 @@
 The ranks may be more or fewer than those that have saved: shards are joined, and cut anew.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,16 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi import _jaxcompat
 from jaxmpi._backends.groups import position
 from jaxmpi._backends.interface import Ranks, long_operation
 from jaxmpi._checkpoint import folders, memory
-from jaxmpi._checkpoint.agreement import ranks_here, run_on_all_or_raise
-from jaxmpi._checkpoint.array_files import Archive
+from jaxmpi._checkpoint.agreement import run_on_all_or_raise, run_on_rank_0_or_raise
+from jaxmpi._checkpoint.array_files import PIECE_BYTES, Archive
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, dtype_of
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError
 from jaxmpi._optim.sharded_array import shard_shape
 
-__all__ = ["check_kept", "difference", "newest", "only_common", "read"]
+__all__ = ["check_common", "difference", "newest", "only_common", "read", "warn"]
 
 NAMES_SHOWN = 8  # in a message
 
@@ -40,29 +42,42 @@ def newest(
     It may be in memory, if all ranks are on the host that has it there. Rank 0 looks; it warns of
     each damaged checkpoint.
 
-    **Communication:** an allgather of the path in memory, one of the error if there is one, and
-    the manifest from rank 0.
+    **Communication:** a broadcast of the folder in memory that rank 0 has, an allgather of whether
+    the ranks have it if there is one, and a broadcast of the manifest or the error.
 
     Args:
       backend: the ranks.
-      directory: of the checkpoints of a run.
+      directory: of the checkpoints of a run; a relative path is one of rank 0's.
       step: of the checkpoint; any by default.
     """
-    in_memory = backend.allgather_object(memory.existing(directory))
-    directories = [directory.absolute()]
-    if in_memory[0] is not None and len(set(in_memory)) == 1:
-        directories.append(in_memory[0])
+
+    def in_memory() -> str | None:
+        folder = memory.existing(directory.absolute())
+        return None if folder is None else folder.name
+
+    name = run_on_rank_0_or_raise(backend, in_memory)
+    # Its name has a random number, so the folder of this name is rank 0's.
+    everywhere = name is not None and all(backend.allgather_object(memory.is_here(name)))
 
     def look() -> tuple[tuple[Path, Manifest] | None, str]:
-        if backend.place.rank:
-            return None, ""
+        directories = [directory.absolute()]
+        if name is not None and everywhere:
+            directories.append(memory.MEMORY / name)
         with long_operation(backend, f"reading the checkpoints in {directory}"):
             whole, errors = folders.newest(directories, step)
         for error in errors:
-            warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=4)
+            warn(f"a checkpoint is passed over: {error}")
         return whole, " ".join(errors)
 
-    return backend.broadcast_object(run_on_all_or_raise(backend, look), 0)
+    return run_on_rank_0_or_raise(backend, look)
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line that runs, however many calls lie between it and this function."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _jaxcompat.in_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 # does it fit
@@ -134,19 +149,23 @@ def only_common(
     return saved, wanted, "; ".join(texts)
 
 
-def check_kept(
-    folder: Path, leaves: Sequence[tuple[Leaf, LeafValue]], restored: Sequence[Leaf]
-) -> None:
-    """Raise unless something is restored, and the other leaves of `like` have values to keep."""
-    if not restored:
+def check_common(folder: Path, common: Sequence[Leaf]) -> None:
+    """Raise unless the checkpoint has some leaf of `like`."""
+    if not common:
         raise CheckpointError(
             f"restore: {folder} has no leaf of `like`.",
             advice="Name the leaves as they were saved.",
             path=folder,
         )
-    names = {leaf.name for leaf in restored}
-    for leaf, x in leaves:
-        if leaf.name not in names and isinstance(x, jax.ShapeDtypeStruct):
+
+
+def _check_kept(folder: Path, kept: Sequence[tuple[Leaf, LeafValue]]) -> None:
+    """Raise unless the leaves that stay as they are in `like` have values.
+
+    The ranks do not compare this: some may have an array, and others a `ShapeDtypeStruct`.
+    """
+    for leaf, x in kept:
+        if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(
                 f"restore: {folder}: leaf {leaf.name} is not in it, and `like` has only its shape.",
                 advice="Pass an array that it keeps.",
@@ -159,7 +178,11 @@ def check_kept(
 
 
 def read(
-    backend: Ranks, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]
+    backend: Ranks,
+    folder: Path,
+    manifest: Manifest,
+    pairs: list[tuple[Leaf, Leaf]],
+    kept: Sequence[tuple[Leaf, LeafValue]],
 ) -> list[LeafValue]:
     """Read the leaves of a checkpoint.
 
@@ -171,6 +194,7 @@ def read(
       folder: of the checkpoint.
       manifest: of the checkpoint.
       pairs: each leaf as it was saved and as `like` wants it.
+      kept: the leaves of `like` that are not read, and their values.
 
     Returns:
       What this process has of each leaf: an array, stacked where simulated ranks differ, or a
@@ -182,6 +206,7 @@ def read(
         sent.append(saved.layout == wanted.layout == "replicated" and saved.stored)
 
     def values_here() -> list[LeafValue]:
+        _check_kept(folder, kept)
         values = []
         with long_operation(backend, f"reading {folder}"), _reader(folder, manifest) as reader:
             for is_sent, (saved, wanted) in zip(sent, pairs, strict=True):
@@ -220,9 +245,9 @@ def _value(backend: Ranks, wanted: Leaf, saved: Leaf, ranks: int, read: Reader) 
     size = backend.place.size
     if not saved.plain and not saved.stored:
         return _empty(wanted, size)
-    here = ranks_here(backend) if wanted.layout != "replicated" else [backend.place.rank]
+    here = backend.ranks_here if wanted.layout != "replicated" else [backend.place.rank]
     rows = [_fitted(saved, wanted, _of_rank(wanted, r, size, saved, ranks, read)) for r in here]
-    equal = all(_bits(row) == _bits(rows[0]) for row in rows)
+    equal = all(_same_bits(row, rows[0]) for row in rows[1:])
     return rows[0] if equal else np.stack(rows)
 
 
@@ -255,9 +280,16 @@ def _fitted(saved: Leaf, wanted: Leaf, value: LeafValue) -> LeafValue:
     )
 
 
-def _bits(value: LeafValue) -> bytes:
-    """Return bytes that are equal where two values are, NaN and the sign of zero included."""
-    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+def _same_bits(a: LeafValue, b: LeafValue) -> bool:
+    """Return whether two values of a leaf are equal, NaN and the sign of zero included."""
+    if not isinstance(a, np.ndarray):
+        return repr(a) == repr(b)
+    x, y = a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8)
+    # in pieces: NumPy makes an array of as many bytes as it compares
+    for at in range(0, x.size, PIECE_BYTES):
+        if not np.array_equal(x[at : at + PIECE_BYTES], y[at : at + PIECE_BYTES]):
+            return False
+    return True
 
 
 # shards joined, and cut anew
@@ -313,10 +345,10 @@ def _unsharded(leaf: Leaf, ranks: int, read: Reader, description: str) -> LeafVa
         return read(leaf, 0)
     if leaf.axis:
         return _of_equal_groups(leaf, ranks, read, description)
-    rows = [read(leaf, rank) for rank in range(ranks)]
     if leaf.layout == "sharded":
-        return _joined(leaf, rows)
-    if any(_bits(row) != _bits(rows[0]) for row in rows):
+        return _joined(leaf, [read(leaf, rank) for rank in range(ranks)])
+    first = read(leaf, 0)
+    if not all(_same_bits(read(leaf, rank), first) for rank in range(1, ranks)):
         raise CheckpointRankCountError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values "
             "differ: only as many ranks can restore it, in a PerRankState. Go on with "
@@ -325,23 +357,27 @@ def _unsharded(leaf: Leaf, ranks: int, read: Reader, description: str) -> LeafVa
             "accumulate holds is equal on all ranks after each of its windows, so save there; what "
             "the inner transform of local_sgd holds never is."
         )
-    return rows[0]
+    return first
 
 
 def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, description: str) -> LeafValue:
     """Return all of a leaf that each group of ranks along an axis has saved, as `_unsharded`."""
-    of_groups = []
-    for group in leaf.groups(ranks):
-        rows = [read(leaf, rank) for rank in group]
-        of_groups.append(_joined(leaf, rows) if leaf.layout == "sharded" else rows[0])
-    if any(_bits(one) != _bits(of_groups[0]) for one in of_groups):
+
+    def of_group(group: Sequence[int]) -> LeafValue:
+        if leaf.layout != "sharded":
+            return read(leaf, group[0])
+        return _joined(leaf, [read(leaf, rank) for rank in group])
+
+    first_group, *others = leaf.groups(ranks)
+    first = of_group(first_group)
+    if not all(_same_bits(of_group(group), first) for group in others):
         raise CheckpointRankCountError(
             f"leaf {leaf.name} was saved as {leaf} by {ranks} ranks, whose groups along this axis "
             f"have different values, and `like` has {description}: only {ranks} ranks with the "
             f"same axes can restore it, into a leaf over this axis. Go on with {ranks} ranks and "
             f"jaxmpi.init(axes={dict(leaf.axes)}), or save where the groups have equal values."
         )
-    return of_groups[0]
+    return first
 
 
 def _joined(leaf: Leaf, shards: Sequence[np.ndarray]) -> np.ndarray:

@@ -10,6 +10,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,8 @@ import numpy as np
 from jaxmpi._backends.interface import Ranks, long_operation
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._checkpoint import array_files, folders
-from jaxmpi._checkpoint.agreement import Side, ranks_here, text_of
-from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_plain
+from jaxmpi._checkpoint.agreement import Side, text_of
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_count, is_plain
 from jaxmpi._checkpoint.tree_leaves import leaves_of, to_host
 from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import CheckpointError, RankMismatchError
@@ -51,10 +52,10 @@ def leaves_to_save(
     tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]
 ) -> list[tuple[Leaf, LeafValue]]:
     """Return each leaf with its value, once the arguments of `save` are checked."""
-    if step < 0 or (keep is not None and keep < 1):
+    if not is_count(step) or (keep is not None and keep < 1):
         raise ValueError(
-            f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or "
-            "None."
+            f"save: step is {step} and keep is {keep}. A step is from 0 to 2^63 - 1, and keep 1 or "
+            "more, or None."
         )
     leaves = leaves_of(local(tree), axes)
     for leaf, x in leaves:
@@ -84,7 +85,7 @@ class Prepared(NamedTuple):
 
 def prepare(backend: Ranks, leaves: Sequence[tuple[Leaf, LeafValue]], writers: range) -> Prepared:
     """Compute digests and copy arrays; from then on, the training may overwrite them."""
-    ranks = list(ranks_here(backend))
+    ranks = backend.ranks_here
     replicated: list[Leaf] = []
     digests: list[list[str]] = [[] for _ in ranks]
     arrays: dict[int, dict[str, np.ndarray]] = {rank: {} for rank in ranks if rank in writers}
@@ -165,11 +166,13 @@ class Begun(NamedTuple):
     """Facts about a save that all ranks know before they write.
 
     Attributes:
+      directory: of the checkpoints of the run; an absolute path on rank 0, which alone uses it.
       folder: the unfinished folder, which rank 0 has made.
       lock: of the folder, on rank 0.
       leaves: of the tree, with all ranks' values of per-rank Python numbers.
     """
 
+    directory: Path
     folder: Path
     lock: BufferedWriter | None
     leaves: list[Leaf]
@@ -187,7 +190,7 @@ def begin(
     Args:
       backend: the ranks.
       saves: of the session.
-      directory: of the checkpoints of a run.
+      directory: of the checkpoints of a run; a relative path is one of rank 0's.
       leaves: of the tree.
       in_memory: whether the folder is in the host's memory.
 
@@ -198,6 +201,7 @@ def begin(
     rank, folder, lock, error = backend.place.rank, None, None, ""
     if rank == 0:
         try:
+            directory = directory.absolute()
             folder, lock = folders.begin(directory, in_memory)
         except Exception as caught:
             error = text_of(caught)
@@ -217,14 +221,14 @@ def begin(
     # Ranks on other hosts may have another disk, or memory, under the same path.
     several = len(writers_of(leaves, backend.place.size)) > 1
     if (several or in_memory) and folder.parent not in saves.seen:
-        seen = folder.exists()
+        seen = os.path.exists(folder)  # `Path.exists` raises, where this user may not look
         errors = backend.allgather_object("" if seen else _not_seen(rank, folder, in_memory))
         if error := next(filter(None, errors), ""):
             if lock:
                 lock.close()
             raise CheckpointError(error)
         saves.seen.add(folder.parent)
-    return Begun(folder, lock, complete)
+    return Begun(directory, folder, lock, complete)
 
 
 def _not_seen(rank: int, folder: Path, in_memory: bool) -> str:
@@ -248,20 +252,16 @@ class Plan(NamedTuple):
     """A save that is about to be written.
 
     Attributes:
-      directory: of the checkpoints of the run.
       begun: the folder and the leaves.
       step: the number of the checkpoint.
       keep: how many checkpoints to keep; None for all.
-      base: the step that was restored from `directory` since its last save, if any.
       writers: the ranks that write a file.
       arrays: that this process writes, by rank and name.
     """
 
-    directory: Path
     begun: Begun
     step: int
     keep: int | None
-    base: int | None
     writers: range
     arrays: dict[int, dict[str, np.ndarray]]
 
@@ -413,7 +413,8 @@ class _Save:
         plan = self._plan
         try:
             others = len(plan.writers) - len(plan.arrays)
-            poll = self._monitor.poll if self._monitor else None
+            # what handles another topic may rely on the monitor's thread
+            poll = partial(self._monitor.poll, ("saved",)) if self._monitor else None
             written: Written = {}
             for one in (outcome, *self._saves.outcomes(plan.begun.folder.name, others, poll)):
                 if isinstance(one, str):
@@ -426,11 +427,10 @@ class _Save:
                 manifest = Manifest(plan.step, len(plan.writers), sizes, members, plan.begun.leaves)
                 folders.commit(
                     self._saves.lineage,
-                    plan.directory,
+                    plan.begun.directory,
                     plan.begun.folder,
                     manifest,
                     plan.keep,
-                    plan.base,
                 )
         except Exception as error:
             self.error = f"{self.name}: {error}"

@@ -11,11 +11,13 @@ from math import prod
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Sharding
 from jax.tree_util import GetAttrKey, KeyPath
 
+from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.one_process import PerRank
-from jaxmpi._checkpoint.manifest import Layout, Leaf, LeafValue, is_plain
+from jaxmpi._checkpoint.manifest import Layout, Leaf, LeafValue, holds_numbers, is_plain
 from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import PyTree, is_key, leaf_name
 from jaxmpi._per_rank_state import (
@@ -162,7 +164,12 @@ def _array(path: KeyPath, x: LeafValue, layout: Layout) -> Leaf:
             f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and "
             "text. Take it out."
         )
-    if not is_key(array) and (array.dtype.names or array.dtype.kind in "OSUMm"):
+    if isinstance(array, np.ma.MaskedArray):  # np.asarray would drop the mask
+        raise TypeError(
+            f"leaf {name} is a MaskedArray, and a checkpoint holds no masks. Put its `data` and "
+            "its `mask` into the tree as two arrays."
+        )
+    if not is_key(array) and not holds_numbers(str(array.dtype)):
         raise TypeError(
             f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out."
         )
@@ -181,6 +188,8 @@ def to_host(x: jax.Array | np.ndarray | np.generic, *, copy: bool) -> np.ndarray
 
 def like(leaf: LeafValue, value: LeafValue) -> LeafValue:
     """Return a restored value as what `leaf` is: an array on its device, or a Python number.
+
+    An array has a weak type if `leaf` has one, so that what is computed with it has the same dtype.
 
     Args:
       leaf: of the tree that the value is restored into.
@@ -206,9 +215,19 @@ def _on_device(
     """Return the value as a JAX array on the devices of `leaf`."""
     if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
         return value  # JAX would make 32 bits of 64
-    committed = isinstance(leaf, jax.Array) and leaf.committed and not stacked
-    x = jax.device_put(value, leaf.sharding if committed else None)
-    return jax.random.wrap_key_data(x, impl=_key_impl(leaf)) if is_key(leaf) else x
+    x = jax.device_put(value, None if stacked else _sharding(leaf))
+    if is_key(leaf):
+        return jax.random.wrap_key_data(x, impl=_key_impl(leaf))
+    return _jaxcompat.as_weak(x) if leaf.weak_type else x
+
+
+def _sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding | None:
+    """Return the sharding that `leaf` asks for; None if it may be on any device."""
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    # That of `jax.eval_shape` can have a mesh without devices.
+    abstract = isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh)
+    return None if abstract else leaf.sharding
 
 
 def _stored_shape(x: LeafValue) -> tuple[int, ...]:

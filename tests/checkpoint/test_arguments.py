@@ -5,6 +5,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,23 @@ import jaxmpi
 from jaxmpi.testing import run_ranks
 
 RUN = {"w": jnp.arange(3.0), "step": 3}
+
+
+class Refuses(os.PathLike):
+    """A path, or a node of a tree, that cannot be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __fspath__(self):
+        raise self.error
+
+
+def flatten(node):
+    raise node.error
+
+
+jax.tree_util.register_pytree_node(Refuses, flatten, lambda _, children: Refuses(*children))
 CALLS = {
     "save": lambda folder: jaxmpi.save(folder, 4, RUN),
     "restore": lambda folder: jaxmpi.restore(folder, RUN),
@@ -125,3 +143,22 @@ def test_arguments_in_another_order_on_one_rank_are_an_error_on_all():
             ):
                 wrong()
     assert jaxmpi.latest(folder) is None
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("error", [AttributeError("no attribute a"), RuntimeError("no"), OSError()])
+def test_an_error_of_any_type_in_the_arguments_of_one_rank_is_raised_on_all(error):
+    folder, wrong = jaxmpi.broadcast_object(tempfile.mkdtemp()), Refuses(error)
+    last = jaxmpi.rank() == jaxmpi.size() - 1
+    for call in (
+        lambda: jaxmpi.save(folder, 4, wrong if last else RUN),
+        lambda: jaxmpi.save(wrong if last else folder, 4, RUN),
+        lambda: jaxmpi.restore(folder, wrong if last else RUN),
+        lambda: jaxmpi.latest(wrong if last else folder),
+    ):
+        with pytest.raises(
+            type(error) if last else jaxmpi.RankMismatchError, match=str(error)
+        ) as caught:
+            call()
+        assert last or type(error).__name__ in str(caught.value)
+    assert jaxmpi.latest(folder) is None  # the ranks go on together

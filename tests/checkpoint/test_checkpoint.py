@@ -9,7 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import tracemalloc
+import warnings
 from pathlib import Path
 
 import jax
@@ -19,7 +22,7 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._checkpoint import array_files, folders
+from jaxmpi._checkpoint import array_files, folders, restoring
 from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi._job.monitor import monitor
 from jaxmpi._world import session
@@ -113,6 +116,73 @@ def test_everything_comes_back():
 
 
 @run_ranks(1, 2)
+def test_restore_gives_the_weak_types_of_like():
+    """What is computed after `restore` has the dtypes that it had before."""
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    tree = {"lr": jnp.asarray(0.1), "n": jnp.asarray(3), "w": jnp.ones(2, jnp.bfloat16)}
+    jaxmpi.save(directory, 1, tree)
+    strong = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)
+    assert tree["lr"].weak_type and not strong["lr"].weak_type
+    for like in (tree, strong, jax.eval_shape(lambda: tree)):
+        got = jaxmpi.restore(directory, like)
+        assert_same(got, tree)
+        for name, x in got.items():
+            assert x.weak_type == like[name].weak_type, name
+    assert (jaxmpi.restore(directory, tree)["lr"] * tree["w"]).dtype == jnp.bfloat16
+
+
+def test_restore_gives_the_sharding_of_a_shape(tmp_path):
+    """A mesh without devices, as in what `jax.eval_shape` returns, asks for no device."""
+    mesh = jax.make_mesh((1,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    jaxmpi.save(tmp_path, 1, jnp.arange(4.0))
+    for sharding, is_asked in (
+        (jax.sharding.NamedSharding(mesh, spec), True),
+        (jax.sharding.SingleDeviceSharding(jax.devices()[0]), True),
+        (jax.sharding.NamedSharding(mesh.abstract_mesh, spec), False),
+        (None, False),
+    ):
+        like = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)
+        got = jaxmpi.restore(tmp_path, like)
+        assert got.committed == is_asked
+        assert not is_asked or got.sharding == sharding
+        np.testing.assert_array_equal(got, np.arange(4.0))
+
+
+def test_restore_takes_memory_for_one_copy_and_for_one_rank_that_it_compares(tmp_path):
+    x = np.arange(1 << 24, dtype=np.uint8)
+    like = np.zeros_like(x)
+    jaxmpi.save(tmp_path / "one", 1, x)
+    with jaxmpi.simulate(4):
+        own = jaxmpi.PerRankState(jaxmpi.PerRank(np.broadcast_to(x, (4, *x.shape))))
+        jaxmpi.save(tmp_path / "each", 1, own, background=False)
+    for name, copies in (("one", 1), ("each", 2)):
+        tracemalloc.start()
+        try:
+            got = jaxmpi.restore(tmp_path / name, like)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < (copies + 0.5) * x.nbytes
+        np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize(("other", "is_equal"), [(np.nan, True), (-np.nan, False)])
+@pytest.mark.parametrize("at", [0, 5, 2999])
+def test_values_of_ranks_are_compared_by_their_bits(tmp_path, monkeypatch, other, is_equal, at):
+    monkeypatch.setattr(restoring, "PIECE_BYTES", 1000)
+    rows = np.full((2, 3000), np.nan, np.float32)
+    rows[1, at] = other
+    with jaxmpi.simulate(2):
+        jaxmpi.save(tmp_path, 1, jaxmpi.PerRankState(jaxmpi.PerRank(rows)), background=False)
+    if is_equal:
+        assert jaxmpi.restore(tmp_path, rows[0]).tobytes() == rows[0].tobytes()
+    else:
+        with pytest.raises(jaxmpi.CheckpointError, match="saved by 2 ranks, whose values"):
+            jaxmpi.restore(tmp_path, rows[0])
+
+
+@run_ranks(1, 2)
 def test_what_is_saved_is_what_it_was_at_the_call():
     """The step may go on, donate its arrays and overwrite them."""
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
@@ -181,6 +251,38 @@ def test_no_job_goes_on_from_an_abandoned_run():
         jaxmpi.barrier()
         assert jaxmpi.latest(directory) == there[-2], name
         jaxmpi.barrier()
+
+
+@run_ranks(1, 2)
+def test_a_save_that_fails_leaves_the_step_that_was_restored_to_the_next_one():
+    """Else checkpoints of the run that was left would count as those of this one."""
+    directory = Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
+    for step in (10, 20, 30):
+        jaxmpi.save(directory, step, {"x": jnp.full(2, step)})
+    jaxmpi.restore(directory, {"x": jnp.zeros(2, int)}, step=10)
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(array_files, "write", fails)
+        with pytest.raises(jaxmpi.CheckpointError, match="no room"):
+            jaxmpi.save(directory, 15, {"x": jnp.full(2, -15)}, background=False)
+    for step in (25, 35):
+        jaxmpi.save(directory, step, {"x": jnp.full(2, -step)}, background=False)
+    jaxmpi.barrier()
+    assert [*map(folders.step_of, folders.found(directory))] == [35, 25, 10]
+    assert len([*directory.glob("abandoned-*")]) == 2
+
+
+def test_the_last_save_of_a_step_is_restored_even_if_none_is_removed(tmp_path, monkeypatch):
+    """As where a job is killed after the rename, or may not remove what another user has saved."""
+    jaxmpi.save(tmp_path, 5, {"x": 0}, background=False)
+    jaxmpi.save(tmp_path, 5, {"x": 1}, background=False)
+    monkeypatch.setattr(folders, "_remove", lambda checkpoint: None)
+    for x in range(2, 12):
+        jaxmpi.save(tmp_path, 5, {"x": x}, background=False)
+        assert jaxmpi.restore(tmp_path, {"x": 0}) == {"x": x}
 
 
 def test_abandoned_checkpoints_are_named_and_can_be_had_again(tmp_path, capfd):
@@ -344,6 +446,20 @@ def test_a_part_is_restored_by_name_and_the_rest_is_named():
     if jaxmpi.size() > 1:
         with pytest.raises(jaxmpi.RankMismatchError, match="partial"):
             jaxmpi.restore(directory, run, partial=first)
+
+
+@run_ranks(2, 3)
+def test_a_kept_leaf_that_is_only_a_shape_on_one_rank_is_an_error_on_all():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    saved = {"a": jnp.ones(2)}
+    jaxmpi.save(directory, 1, saved)
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    mine = shape if jaxmpi.rank() == jaxmpi.size() - 1 else jnp.zeros(2)
+    with pytest.raises(
+        jaxmpi.CheckpointError, match=r"leaf \['b'\] is not in it, and `like` has only its shape"
+    ):
+        jaxmpi.restore(directory, {"a": mine, "b": mine}, partial=True)
+    assert_same(jaxmpi.restore(directory, {"a": mine}, partial=True), saved)
 
 
 # on another number of ranks
@@ -534,6 +650,32 @@ def test_a_save_does_not_wait_for_the_guards_next_look():
     assert seconds < 2.5
 
 
+@run_ranks(2)
+def test_a_save_handles_no_message_but_its_own():
+    """What handles another topic may rely on the monitor's thread."""
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    rank, guard, threads = jaxmpi.rank(), session.monitor(), set()
+    write = array_files.write
+
+    def slow(*args):
+        for _ in range(30):
+            guard.send(0, "probe", None)
+            time.sleep(0.01)
+        return write(*args)
+
+    guard.topics["probe"] = lambda *_: threads.add(threading.current_thread().name)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(array_files, "write", slow)
+            own = jaxmpi.PerRankState(jnp.full(2, rank))
+            jaxmpi.save(directory, 1, own, background=False)
+    finally:
+        del guard.topics["probe"]
+    assert "jaxmpi-save" not in threads
+    assert (not threads) == (rank == 1)
+
+
 # what goes wrong
 
 
@@ -567,6 +709,23 @@ def warned(function, *args, **kwargs):
         return function(*args, **kwargs)
     with pytest.warns(UserWarning, match="a checkpoint is passed over: .*step-000000000002"):
         return function(*args, **kwargs)
+
+
+def test_warnings_are_of_the_line_that_calls(tmp_path):
+    for step in (1, 2):
+        jaxmpi.save(tmp_path, step, {"a": jnp.ones(3), "b": 1}, background=False)
+    spoil(tmp_path / "step-000000000002", "missing")
+    for call in (
+        lambda: jaxmpi.latest(tmp_path),
+        lambda: jaxmpi.restore(tmp_path, {"a": jnp.ones(3), "b": 0}),
+        lambda: jaxmpi.restore(tmp_path, {"b": 0}, partial=True),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert {(one.filename, one.lineno) for one in caught} == {
+            (__file__, call.__code__.co_firstlineno)
+        }
 
 
 def spoil(folder, how):
@@ -636,6 +795,47 @@ def test_bad_arguments():
     file = jaxmpi.broadcast_object(tempfile.mkstemp()[1])
     with pytest.raises(jaxmpi.CheckpointError, match=r"File exists|Not a directory"):
         jaxmpi.save(file, 1, {})
+
+
+ANY_DTYPES = ("bool", "i1", ">f4", ">i8", "f8", "longdouble", "clongdouble", "bfloat16", "int4")
+ANY_DTYPES += ("V8", "S3", "U2", "M8[s]", "m8[s]", "O", "f4,i4", "(2,)f4")
+
+
+@run_ranks(1, 2)
+@pytest.mark.parametrize("dtype", ANY_DTYPES)
+def test_save_refuses_a_dtype_or_restores_it(dtype):
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    x = np.zeros(3, jnp.dtype(dtype) if dtype in ("bfloat16", "int4") else dtype)
+    tree = {"other": jnp.arange(3.0), "x": x}
+    try:
+        jaxmpi.save(directory, 1, tree, background=False)
+    except TypeError as error:
+        assert x.dtype.kind in "VSUMmO" and "leaf ['x'] has dtype" in str(error)
+        assert not os.listdir(directory)
+    else:
+        assert_same(jaxmpi.restore(directory, tree), tree)
+
+
+@run_ranks(1, 2)
+def test_save_refuses_a_step_or_restores_it():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    for step in (0, True, 2**63 - 1):
+        jaxmpi.save(directory, step, {"x": step})
+        assert jaxmpi.latest(directory) == step
+    for step in (-1, 2**63, 2**64):
+        with pytest.raises(ValueError, match=f"save: step is {step} and keep is 3"):
+            jaxmpi.save(directory, step, {"x": step})
+
+
+@run_ranks(1, 2)
+def test_a_masked_array_is_refused():
+    x = np.ma.masked_array([1.0, 2.0], [True, False])
+    for call in (
+        lambda: jaxmpi.save("nowhere", 1, {"x": x}),
+        lambda: jaxmpi.restore("nowhere", {"x": x}),
+    ):
+        with pytest.raises(TypeError, match=r"leaf \['x'\] is a MaskedArray"):
+            call()
 
 
 @run_ranks(2, 3)
@@ -868,9 +1068,9 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all():
         ({"f": 1}, -1 if last else 1, 3),
         ({"f": 1}, 1, 0 if last else 3),
     ]:
-        with pytest.raises(
-            jaxmpi.RankMismatchError, match=r"TypeError: leaf|ValueError: save: step is"
-        ):
+        errors = (TypeError, ValueError) if last else jaxmpi.RankMismatchError
+        said = "" if last else "(Type|Value)Error: "
+        with pytest.raises(errors, match=f"{said}(leaf|save: step is)"):
             jaxmpi.save("nowhere", step, tree, keep=keep)
 
 

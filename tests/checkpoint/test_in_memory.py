@@ -217,6 +217,22 @@ def test_ranks_of_other_hosts_do_not_see_it():
         jaxmpi.save(directory, 4, run, in_memory=jaxmpi.rank() == 0)
 
 
+@run_ranks(1, 2, 3)
+def test_a_relative_folder_is_one_of_rank_0s_working_directory():
+    mine, before = tempfile.mkdtemp(), os.getcwd()
+    run = lambda step: {"x": step}
+    os.chdir(mine)
+    try:
+        for step, in_memory in ((1, False), (2, True), (3, False)):
+            jaxmpi.save("run", step, run(step), in_memory=in_memory)
+            assert jaxmpi.latest("run") == step
+            assert jaxmpi.restore("run", run(0)) == run(step)
+        jaxmpi.barrier()
+        assert Path("run").exists() == (jaxmpi.rank() == 0)
+    finally:
+        os.chdir(before)
+
+
 SCRIPT = """
 import os, signal, sys
 import jax, jax.numpy as jnp, optax
