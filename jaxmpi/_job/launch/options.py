@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -72,6 +73,11 @@ def parse(arguments: Sequence[str]) -> Request:
     except ValueError as error:
         raise LaunchError(str(error)) from error
     _check_program(program)
+    if mpi_options and re.fullmatch(r"python[0-9.]*", os.path.basename(mpi_options[-1])):
+        raise LaunchError(
+            f"{mpi_options[-1]!r} stands before the program. Leave it out: `jaxmpi run` starts the "
+            f"ranks with its own Python, {sys.executable}."
+        )
     return Request(
         options.ranks,
         options.mpiexec,

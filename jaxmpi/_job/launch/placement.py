@@ -22,6 +22,7 @@ from jaxmpi._job.process.launchers import Launcher
 
 __all__ = [
     "Plan",
+    "check_arguments",
     "check_counts",
     "command",
     "host_names",
@@ -33,13 +34,18 @@ __all__ = [
 ]
 
 MOST_RANKS = 2**31 - 1  # MPI numbers them by a C int
+MOST_WORD_BYTES = 128 << 10  # of an argument or a variable, for Linux
 
 # Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an
 # --mca with one value, and both MPIs split at a colon. So arguments that look like options travel
 # as one that does not.
 _UNPACK = (
-    "import json, os, sys; os.execv(sys.executable, [sys.executable, *json.loads(sys.argv[1])])"
+    "import json, os, sys; "
+    "os.execv(sys.executable, [sys.executable, *map(json.loads, sys.argv[1:])])"
 )
+
+# A comment in a file of hosts that we write: each of its lines takes one rank.
+_LINE_PER_RANK = "# a line for each rank"
 
 
 # Hosts
@@ -55,14 +61,17 @@ def on_other_nodes(options: Sequence[str], environ: Mapping[str, str]) -> bool:
     return len(_allocated(environ)) > 1
 
 
-def named_hosts(options: Sequence[str]) -> dict[str, int]:
+def named_hosts(options: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
     """Return the hosts that MPI's options name, each with its number of ranks.
 
-    A file that they name is read now. The result is empty if a number is not given.
+    A file that they name is read now. The result is empty if a number is not given. In a batch
+    system's own file of nodes, a name stands as often as the node takes ranks, and so may be once.
     """
     if hosts := _value(options, _host_list()):
         return _count_hosts(hosts.split(","))
     path = _value(options, _host_file())
+    if path and path in _node_files(environ):
+        return _count_hosts(_host_lines(path))
     return _read_hosts(path) if path else {}
 
 
@@ -118,7 +127,7 @@ def _ranks_of_a_node(ranks: int, options: Sequence[str], environ: Mapping[str, s
     """
     if each := re.search(r"\d+", _value(options, _option(lambda row: row.ranks_per_node))):
         return min(ranks, int(each[0]))
-    node_files = [environ.get(launcher.node_file) for launcher in launchers.LAUNCHERS]
+    node_files = _node_files(environ)
     if hosts := _value(options, _host_list()):
         slots = [*_count_hosts(hosts.split(",")).values()]
     elif (path := _value(options, _host_file())) and path not in node_files:
@@ -128,6 +137,11 @@ def _ranks_of_a_node(ranks: int, options: Sequence[str], environ: Mapping[str, s
     else:
         slots = _allocated(environ)
     return min(ranks, max(slots) * -(-ranks // sum(slots))) if sum(slots) else ranks
+
+
+def _node_files(environ: Mapping[str, str]) -> list[str | None]:
+    """Return the paths of the batch systems' files of nodes; None for one that has none."""
+    return [environ.get(launcher.node_file) for launcher in launchers.LAUNCHERS]
 
 
 def _allocated(environ: Mapping[str, str]) -> list[int]:
@@ -151,7 +165,7 @@ def _read_hosts(path: str) -> dict[str, int]:
     A line is "node1 slots=4" or "node1:4"; or "node1" stands there as often as it takes ranks.
     """
     hosts = _host_lines(path)
-    known = all(":" in host or hosts.count(host) > 1 for host in hosts)
+    known = _is_line_per_rank(path) or all(":" in host or hosts.count(host) > 1 for host in hosts)
     return _count_hosts(hosts) if known else {}
 
 
@@ -166,10 +180,25 @@ def _host_lines(path: str) -> list[str]:
 
 def _write_hosts(path: str, hosts: Mapping[str, int], folder: Path) -> str:
     """Write a file of hosts in the syntax of another one, and return its path."""
-    separator = " slots=" if "slots=" in Path(path).read_text() else ":"
+    before = Path(path).read_text()
+    lines = []
+    if "slots=" in before:
+        lines = [f"{name} slots={number}" for name, number in hosts.items()]
+    elif any(":" in line for line in _host_lines(path)):
+        lines = [f"{name}:{number}" for name, number in hosts.items()]
+    else:
+        lines.append(_LINE_PER_RANK)
+        for name, number in hosts.items():
+            lines += [name] * number
     file = folder / "hosts"
-    file.write_text("".join(f"{name}{separator}{number}\n" for name, number in hosts.items()))
+    file.write_text("".join(f"{line}\n" for line in lines))
     return str(file)
+
+
+def _is_line_per_rank(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().startswith(_LINE_PER_RANK)
+    return False
 
 
 def _count_hosts(hosts: Sequence[str]) -> dict[str, int]:
@@ -361,6 +390,22 @@ def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
     return wanted
 
 
+def check_arguments(request: Request, launcher: Launcher) -> None:
+    """Refuse arguments of the program that a launcher cannot pass on.
+
+    Raises:
+      LaunchError: they are longer together than Linux lets the variable be that they are put into.
+    """
+    length = len(launcher.arguments) + 1
+    for word in _program_words(request):
+        length += len(word.encode(errors="surrogateescape")) + 1
+    if launcher.arguments and length > MOST_WORD_BYTES:
+        raise LaunchError(
+            f"the arguments of the program have {length} bytes, and {launcher.name} passes at most "
+            f"{MOST_WORD_BYTES}. Have the program read them from a file."
+        )
+
+
 def command(
     request: Request,
     mpiexec: Mpiexec,
@@ -386,10 +431,16 @@ def command(
     words = [mpiexec.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
     if launcher.scratch_hidden:
         words += ["env", "-u", launcher.scratch]
-    words += before_program
+    return [*words, *before_program, *_program_words(request)]
+
+
+def _program_words(request: Request) -> list[str]:
+    """Return the command line of a rank; arguments that the launcher would look at are packed."""
     if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
-        return [*words, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
-    return [*words, sys.executable, *request.program]
+        # each by itself, as Linux limits the length of one argument
+        packed = map(json.dumps, request.program)
+        return [sys.executable, "-I", "-S", "-c", _UNPACK, *packed]
+    return [sys.executable, *request.program]
 
 
 def _count(number: int, noun: str) -> str:

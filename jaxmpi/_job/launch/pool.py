@@ -80,9 +80,10 @@ def launch(
 
     For notebooks. Each rank has called `jaxmpi.init()` before. The ranks are processes that wait
     for the next call without using a core, so they keep what they have compiled and imported; they
-    end with this process. What they print is shown when they are done. If a rank exits, crashes or
-    aborts the job, or the others still run after one has failed, all ranks are ended, and the next
-    call starts new ones.
+    end with this process. What they print is shown when they are done: what goes through
+    `sys.stdout` and `sys.stderr`, and not what C code writes, or a program that they start. If a
+    rank exits, crashes or aborts the job, or the others still run after one has failed, all ranks
+    are ended, and the next call starts new ones.
 
     Args:
       function: any function, also one of the notebook or a lambda; what it uses travels with it.

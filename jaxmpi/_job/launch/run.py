@@ -26,6 +26,7 @@ from jaxmpi._job.launch.mpiexec import (
 from jaxmpi._job.launch.mps import mps_daemon
 from jaxmpi._job.launch.options import Request, parse
 from jaxmpi._job.launch.placement import (
+    check_arguments,
     check_counts,
     command,
     named_hosts,
@@ -60,6 +61,7 @@ def run(arguments: Sequence[str]) -> int:
                 "Start `nvidia-cuda-mps-control -d` on each host, and leave --mps out."
             )
         mpiexec = identify(find_launcher(request.mpiexec, os.environ))
+        check_arguments(request, mpiexec.launcher)
         library = check_library(mpiexec)
     except LaunchError as error:
         say(str(error))
@@ -156,7 +158,7 @@ def _supervised(
         {**os.environ, **added, **for_launcher},
         run_dir,
         mpiexec.launcher,
-        [*named_hosts(request.mpi_options)],
+        [*named_hosts(request.mpi_options, os.environ)],
     )
 
 
@@ -215,7 +217,7 @@ class Restarts:
     refused: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._slots = named_hosts(self.first.mpi_options)
+        self._slots = named_hosts(self.first.mpi_options, os.environ)
 
     def after(self, request: Request, host: str) -> tuple[Request, str]:
         """Return the request to run after a job has failed, and what to tell the user of it.
@@ -230,7 +232,7 @@ class Restarts:
         Raises:
           LaunchError: too few hosts are left.
         """
-        now = named_hosts(self.first.mpi_options)
+        now = named_hosts(self.first.mpi_options, os.environ)
         blamed = next((name for name in now if host and same_host(name, host)), "")
         hosts_changed = set(now) != set(self._slots)
         if not now or not self._slots or not (blamed or hosts_changed):
@@ -246,10 +248,12 @@ class Restarts:
         ranks = self._room(left, joined)
         needed = self.first.min_ranks or self.first.ranks
         if ranks < needed:
+            why = "the named hosts have"
+            if out:
+                why = f"{', '.join(out)} failed twice, and the other hosts have"
             raise LaunchError(
-                f"{', '.join(out)} failed twice, and the other hosts have room for {ranks} ranks "
-                f"of the {needed} that are needed. Add hosts to the file, or give --min-ranks a "
-                "smaller number."
+                f"{why} room for {ranks} ranks of the {needed} that are needed. Add hosts to the "
+                "file, or give --min-ranks a smaller number."
             )
         options, told = self.first.mpi_options, []
         if out:
@@ -274,7 +278,7 @@ class Restarts:
 
         Named hosts may have no room for more than now.
         """
-        return request.ranks if named_hosts(request.mpi_options) else self.first.ranks
+        return request.ranks if named_hosts(request.mpi_options, os.environ) else self.first.ranks
 
     def _accepted(self, ranks: int, most: int) -> int:
         """Return the next number of ranks, from `ranks` down, that the program has not refused.

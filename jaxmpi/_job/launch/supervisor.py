@@ -5,16 +5,19 @@ and leaves nothing behind. Every process of the job has JAXMPI_RUN_DIR in its en
 tells it from all others.
 """
 
+import array
 import contextlib
 import ctypes
 import enum
 import errno
+import fcntl
 import os
 import re
 import select
 import shutil
 import signal
 import subprocess
+import termios
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from jaxmpi._job.launch.find_failure import find_failure
 from jaxmpi._job.launch.host_ranks import HostRanks, MpiDaemons, children
+from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.failure import MARK, find_stalled
@@ -84,9 +88,10 @@ def supervise(
 
     The exit code is that of the rank that failed, 128 + n where signal n killed it, if that is
     known. Otherwise it is the launcher's own, but 1 where it is 0 and a rank never left in order,
-    or the end of the output could not be written. It is 128 + n where signal n stopped the job.
-    Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM: then it is 0. Afterwards
-    neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
+    or the end of the output could not be written; whoever reads it slowly is waited for. It is
+    128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at
+    a SIGTERM: then it is 0. Afterwards neither a process nor a shared-memory file of the job is
+    left on this host, nor `run_dir`.
 
     Args:
       command: the launcher's command line.
@@ -94,9 +99,28 @@ def supervise(
       run_dir: the folder that JAXMPI_RUN_DIR names.
       launcher: its row in the table of launchers.
       hosts: the hosts that its options name.
+
+    Raises:
+      LaunchError: the launcher cannot be started.
     """
-    started = time.time()
     received, handlers = _receive_signals()
+    try:
+        return _supervise(command, environ, run_dir, launcher, hosts, received)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _supervise(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    run_dir: str,
+    launcher: Launcher,
+    hosts: Sequence[str],
+    received: Sequence[Received],
+) -> Outcome:
+    """Run the launcher as `supervise`; `received` has the signals that come meanwhile."""
+    started = time.time()
     code, relays = 1, list[Relay]()
     ranks, daemons = HostRanks(run_dir), MpiDaemons(launcher, hosts)
     try:
@@ -120,11 +144,13 @@ def supervise(
             segments.update(member.segments)
         registry.remove_segments(segments, started)
         shutil.rmtree(run_dir, ignore_errors=True)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    _end_output(relays)
-    if received:
-        return _stopped(received[0][0], in_order)
+    stopped_by = received[0][0] if received else None
+    _end_output(relays, received)
+    lost = [relay.missing() for relay in relays if relay.lost]
+    for missing in lost:
+        say(missing)
+    if stopped_by is not None:
+        return _stopped(stopped_by, in_order, output_is_whole=not lost)
     if not in_order:
         text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
         if ranks.refused_count:
@@ -139,9 +165,6 @@ def supervise(
         host = failure.lost_host or failures[0].failed_host or failure.host
         return Outcome(failure.exit_code(code), failed=True, host=host)
     # The ranks have done their work, so a restart would not help where a disk is full.
-    lost = [relay.missing() for relay in relays if relay.lost]
-    for missing in lost:
-        say(missing)
     return Outcome(int(bool(lost)), failed=False, rates=rates)
 
 
@@ -171,14 +194,22 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
     session: Open MPI reads a terminal only from the terminal's foreground group.
     """
     libc = ctypes.CDLL(None)  # loaded before the fork
-    return subprocess.Popen(
-        command,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=not os.isatty(0),
-        preexec_fn=lambda: libc.prctl(1, signal.SIGTERM),  # 1: PR_SET_PDEATHSIG
-    )
+    try:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=not os.isatty(0),
+            preexec_fn=lambda: libc.prctl(1, signal.SIGTERM),  # 1: PR_SET_PDEATHSIG
+        )
+    except OSError as error:
+        advice = ""
+        if error.errno == errno.E2BIG:
+            advice = " Pass the program a file with its arguments instead."
+        raise LaunchError(
+            f"MPI's launcher {command[0]} cannot be started: {error.strerror}.{advice}"
+        ) from error
 
 
 def _wait(
@@ -301,11 +332,11 @@ def _kill_all(run_dir: str, only: set[int] | None) -> None:
         time.sleep(KILL_SECONDS)
 
 
-def _stopped(number: int, in_order: bool) -> Outcome:
+def _stopped(number: int, in_order: bool, *, output_is_whole: bool) -> Outcome:
     """Return the outcome of a job that a signal has stopped."""
     order = ", and has ended in order" if in_order else ""
     say(f"the job was stopped by {signal.Signals(number).name}{order}")
-    return Outcome(0 if in_order else 128 + number, failed=False)
+    return Outcome(int(not output_is_whole) if in_order else 128 + number, failed=False)
 
 
 # Output
@@ -324,13 +355,31 @@ class Relay:
         self.tail = bytearray()
         self.lost = 0  # bytes since the last one that was written
         self.error = ""
+        self._unwritten = 0  # bytes that wait for the reader of the sink
         self._source, self._sink, self._name = source, sink, _NAMES.get(sink, "output")
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 
-    def join(self, timeout_seconds: float) -> None:
-        """Wait until the stream has ended."""
-        self._thread.join(timeout_seconds)
+    def join(self, timeout_seconds: float, hurry: Sequence[object] = ()) -> None:
+        """Wait until the stream has ended and is written; what then waits to be written is lost.
+
+        A slow reader, such as `less` or a paused terminal, has all the time that it wants: a wait
+        for it does not count.
+
+        Args:
+          timeout_seconds: for the stream to end, as a process that the job has left may hold it
+            open.
+          hurry: once there is something in it, a wait for the reader counts, too.
+        """
+        counted_seconds = 0.0
+        while self._thread.is_alive() and counted_seconds < timeout_seconds:
+            began = time.monotonic()
+            self._thread.join(LOOK_SECONDS)
+            if hurry or not self._unwritten:
+                counted_seconds += time.monotonic() - began
+        if self._thread.is_alive() and self._unwritten:
+            self.error = self.error or "nobody has read it in time"
+            self.lost += self._unwritten + _readable_bytes(self._source)
 
     def missing(self) -> str:
         """Return a sentence about the end of the stream that was not written, or ""."""
@@ -369,6 +418,7 @@ class Relay:
             poll = select.poll()
             poll.register(self._sink, select.POLLOUT)
             while data:
+                self._unwritten = len(data)
                 poll.poll()  # another process may have made the stream one that does not block
                 data = data[os.write(self._sink, data) :]
         except OSError as error:
@@ -376,13 +426,25 @@ class Relay:
                 self._sink = os.open(os.devnull, os.O_WRONLY)
                 return 0
             self.error = error.strerror or str(error)
+        finally:
+            self._unwritten = 0
         return len(data)
 
 
-def _end_output(relays: Sequence[Relay]) -> None:
-    """Wait until the output of the job is written, and end its last line."""
+def _readable_bytes(stream: IO[bytes]) -> int:
+    """Return how many bytes a pipe holds that have not been read."""
+    number = array.array("i", [0])
+    fcntl.ioctl(stream.fileno(), termios.FIONREAD, number)
+    return number[0]
+
+
+def _end_output(relays: Sequence[Relay], received: Sequence[Received]) -> None:
+    """Wait until the output of the job is written, and end its last line.
+
+    A job that a signal has stopped, or stops now, does not wait for a slow reader.
+    """
     for relay in relays:
-        relay.join(GRACE_SECONDS)
+        relay.join(GRACE_SECONDS, hurry=received)
     if relays[1].tail and not relays[1].tail.endswith(b"\n"):  # half a line, such as a progress bar
         with contextlib.suppress(OSError):
             os.write(2, b"\n")

@@ -70,6 +70,7 @@ class Launcher:
     ranks_per_node: tuple[str, ...] = ()
     placing: tuple[str, ...] = ()  # other options by which a user places or binds ranks
     export: str = ""  # the option that passes a variable to other hosts; "" where all are passed
+    arguments: str = ""  # the variable of a rank in which all arguments of its program stand
     as_root: tuple[str, ...] = ()
     crowded: tuple[str, ...] = ()  # there are more ranks than cores
     share: tuple[str, ...] = ()  # each rank has cores to itself
@@ -137,6 +138,7 @@ OPEN_MPI_5 = Launcher(
     bind=("--bind-to", "{bind}"),
     bind_crowded=("--bind-to", "{bind}:overload-allowed"),
     variables_crowded=(("OMPI_MCA_mpi_yield_when_idle", "1"),),
+    arguments="OMPI_ARGV",
     scratch="PRTE_MCA_prte_local_tmpdir_base",
     scratch_excludes=r"prte_(?:local_|remote_)?tmpdir_base",
     parameters=("prte_info", "--all"),

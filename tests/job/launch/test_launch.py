@@ -1,5 +1,6 @@
 """`jaxmpi run`: what it tells MPI, what it passes through, and how a job ends."""
 
+import fcntl
 import json
 import mmap
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +23,8 @@ from jaxmpi._job.launch.host_ranks import HostRanks
 from jaxmpi._job.launch.machine import Machine, survey
 from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request, parse
-from jaxmpi._job.launch.placement import check_counts, command, plan
-from jaxmpi._job.launch.supervisor import Relay
+from jaxmpi._job.launch.placement import check_arguments, check_counts, command, plan
+from jaxmpi._job.launch.supervisor import Relay, supervise
 from jaxmpi._job.process import launchers
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process.run_dir import Member
@@ -453,7 +455,8 @@ def test_command_hides_options_of_the_program(program):
     words = command(Request(2, **{**PLAIN, "program": program}), OPEN_MPI, [], [])
     assert words[:4] == ["/opt/bin/mpirun", "-n", "2", sys.executable]
     assert not {"--mca", ":", "--bind-to"} & set(words)
-    assert tuple(json.loads(words[-1])) == program
+    packed = words[words.index("-c") + 2 :]
+    assert tuple(map(json.loads, packed)) == program
 
 
 @pytest.mark.parametrize(
@@ -540,6 +543,11 @@ def test_parse_tells_options_apart(here, line, own, mpi_options, program):
         ("-n 2 --", "no program to run. It must end in .py, or come after -m or --."),
         ("-n 2 missing.py", "there is no file missing.py in {here}. Check the path of the script."),
         (
+            "-n 2 /usr/bin/python3.11 train.py",
+            "'/usr/bin/python3.11' stands before the program. Leave it out: `jaxmpi run` starts "
+            f"the ranks with its own Python, {sys.executable}.",
+        ),
+        (
             "-n 2 --mpiexec nope train.py",
             "nope is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or "
             "mpiexec.",
@@ -587,6 +595,33 @@ def test_numbers_that_no_machine_can_run_are_refused(here, monkeypatch, line, li
     else:
         with pytest.raises(LaunchError, match=re.escape(text)):
             check_counts(parse(line.split()), {})
+
+
+@pytest.mark.parametrize(
+    ("launcher", "numbers", "refused"),
+    [(OPEN_MPI, 10_000, False), (OPEN_MPI, 30_000, True), (MPICH, 30_000, False)],
+)
+def test_arguments_are_packed_one_by_one_and_refused_where_they_do_not_fit(
+    here, launcher, numbers, refused
+):
+    """Linux limits one argument to 128 KiB; Open MPI puts all of them into one variable."""
+    request = parse(["-n", "1", "train.py", "--x", *map(str, range(numbers))])
+    assert max(map(len, command(request, launcher, [], []))) < 1000
+    if not refused:
+        check_arguments(request, launcher.launcher)
+        return
+    with pytest.raises(LaunchError, match=r"have \d+ bytes, and Open MPI passes at most 131072\."):
+        check_arguments(request, launcher.launcher)
+
+
+def test_a_launcher_that_cannot_be_started_is_a_sentence(here, capfd):
+    """No folder of the run is left."""
+    supervised = ["/nowhere/mpirun"], {}, str(here / "run"), launchers.MPICH
+    with pytest.raises(LaunchError, match="/nowhere/mpirun cannot be started: No such file"):
+        supervise(*supervised)
+    with pytest.raises(LaunchError, match=r"too long\. Pass the program a file with its arguments"):
+        supervise([sys.executable, "x" * 200_000], *supervised[1:])
+    assert not (here / "run").exists()
 
 
 def test_numbers_are_compared_before_anything_starts(here, capfd):
@@ -1190,6 +1225,15 @@ def test_registry_join_and_leave(tmp_path):
     assert [m.rank for m in registry.members(str(tmp_path), skip={2})] == [10]
 
 
+def test_registry_join_alone_is_for_the_first_process(tmp_path):
+    registry.join_alone(str(tmp_path))
+    (member,) = registry.members(str(tmp_path))
+    assert (member.rank, member.pid, member.notes_end) == (0, os.getpid(), False)
+    child = f"from jaxmpi._job.process import run_dir; run_dir.join_alone({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", child], check=True, timeout=60)
+    assert registry.members(str(tmp_path)) == [member]
+
+
 def test_registry_join_without_the_directory(tmp_path):
     registry.join(str(tmp_path / "elsewhere"), 1)
     assert registry.members(str(tmp_path / "elsewhere")) == []
@@ -1515,7 +1559,7 @@ def test_output_that_nobody_reads_any_more_changes_nothing():
 
 RESUMES = """
 import os, resource, sys, time
-from jaxmpi._job.launch.supervisor import Relay
+from jaxmpi._job.launch.supervisor import Relay, supervise
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1557,6 +1601,45 @@ def test_output_goes_on_once_there_is_space(tmp_path):
     assert (
         done.stderr.count("cannot be written (File too large). What does not fit is left out.") == 1
     )
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_slow_reader_has_the_time_that_it_wants_unless_the_job_is_stopped(stopped):
+    """Every byte either arrives or is counted as lost."""
+    read, write = os.pipe()
+    out, sink = os.pipe()
+    capacity = fcntl.fcntl(sink, fcntl.F_GETPIPE_SZ)
+    with os.fdopen(read, "rb") as source:
+        relay = Relay(source, sink)
+        written = 0
+        while written < 2 * capacity:
+            written += os.write(write, bytes(4096))
+        os.close(write)
+        arrived = []
+        reader = threading.Timer(0.5, lambda: arrived.append(len(os.read(out, 2 * capacity))))
+        reader.start()
+        relay.join(0.2, hurry=["a signal"] if stopped else [])
+        lost, missing = relay.lost, relay.missing()
+        reader.join()
+        relay.join(1.0)
+        while sum(arrived) < written:
+            arrived.append(len(os.read(out, 2 * capacity)))
+    assert lost == (written - capacity if stopped else 0)
+    assert (f"the last {lost} bytes of output could not be written" in missing) == stopped
+    os.close(out)
+    os.close(sink)
+
+
+def test_a_stream_that_is_held_open_without_output_is_not_waited_for():
+    read, write = os.pipe()
+    with open(os.devnull, "wb") as sink, os.fdopen(read, "rb") as source:
+        relay = Relay(source, sink.fileno())
+        os.write(write, b"the last words")
+        began = time.monotonic()
+        relay.join(0.2)
+        assert time.monotonic() - began < 2.0 and not relay.missing()
+        os.close(write)
+        relay.join(10)
 
 
 LINE = b"-" * 74 + b"\n"

@@ -50,7 +50,7 @@ def test_a_host_that_fails_twice_is_left_out(tmp_path):
     assert again == first and not said
     again, said = restarts.after(again, "b.example.org")
     assert again.ranks == 4 and said == "without b, which failed twice"
-    assert named_hosts(again.mpi_options) == {"a": 2, "c": 2}
+    assert named_hosts(again.mpi_options, {}) == {"a": 2, "c": 2}
     with pytest.raises(
         LaunchError,
         match=r"a, b failed twice, and the other hosts have room for 2 ranks of the 3 that",
@@ -63,7 +63,7 @@ def test_without_min_ranks_all_ranks_must_find_room(tmp_path):
     restarts = Restarts(first, tmp_path)
     restarts.after(first, "b")
     again, _ = restarts.after(first, "b")
-    assert again.ranks == 4 and named_hosts(again.mpi_options) == {"a": 2, "c": 2}
+    assert again.ranks == 4 and named_hosts(again.mpi_options, {}) == {"a": 2, "c": 2}
     restarts.after(again, "c")
     with pytest.raises(LaunchError, match="room for 2 ranks of the 4"):
         restarts.after(again, "c")
@@ -79,6 +79,29 @@ def test_hosts_join_at_a_restart(tmp_path):
     again, said = restarts.after(again, "c")
     assert again.ranks == 7 and said == "without c, which failed twice; with d"
     assert (tmp_path / "hosts").read_text() == "a slots=2\nb slots=2\nd slots=3\n"
+
+
+def test_hosts_that_are_gone_leave_too_little_room(tmp_path):
+    first = request(tmp_path)
+    restarts = Restarts(first, tmp_path)
+    (tmp_path / "hosts.txt").write_text("a slots=2\nb slots=2\n")
+    with pytest.raises(LaunchError, match=r"^the named hosts have room for 4 ranks of the 6 that"):
+        restarts.after(first, "")
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_host_of_a_batch_systems_file_is_left_out(each, tmp_path, monkeypatch):
+    """There a name stands as often as the node takes ranks."""
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "hosts.txt"))
+    names = [name for name in "abc" for _ in range(each)]
+    first = request(tmp_path, "--min-ranks", "1", hosts="\n".join(names), ranks=3 * each)
+    restarts = Restarts(first, tmp_path)
+    restarts.after(first, "b")
+    again, said = restarts.after(first, "b")
+    assert again.ranks == 2 * each and said == "without b, which failed twice"
+    assert named_hosts(again.mpi_options, os.environ) == {"a": each, "c": each}
+    written = (tmp_path / "hosts").read_text().splitlines()
+    assert written[1:] == [name for name in names if name != "b"] and written[0].startswith("#")
 
 
 def test_where_no_host_is_known_there_is_one_rank_less(tmp_path):
@@ -256,9 +279,9 @@ def test_without_restarts_a_refusal_ends_the_job(tmp_path):
     "options", [("--host", "a:2,b,b"), ("-hosts=a:2,b:2",), ("-x", "V", "-H", "a:2,b:2")]
 )
 def test_options_with_other_hosts(options, tmp_path):
-    assert named_hosts(options) == {"a": 2, "b": 2}
+    assert named_hosts(options, {}) == {"a": 2, "b": 2}
     changed = with_hosts(options, {"b": 2}, tmp_path)
-    assert named_hosts(changed) == {"b": 2} and changed[:-1] == options[:-1]
+    assert named_hosts(changed, {}) == {"b": 2} and changed[:-1] == options[:-1]
 
 
 HERE = [Member(0, 3, "a"), Member(1, 4, "a")]
