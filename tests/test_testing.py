@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi._job.launch.pool import pool
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import RankFailure, assert_equivalent, assert_replicated, run_ranks
 
 
@@ -278,3 +278,16 @@ def test_assert_replicated_names_the_leaf_and_the_rank():
         with pytest.raises(AssertionError, match=f"(?s)(rank {last}|'w'|structur)"):
             assert_replicated(different)
     assert_replicated({"w": np.arange(3.0)})
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    for folder, number in ("a", 1), ("b", 0):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_m.py").write_text(f"def which():\n    return 1 / {number}\n")
+    for folder in "aba":
+        task = Task(str(tmp_path / folder / "test_m.py"), "which", {}, 30.0)
+        if folder == "a":
+            pool(2).run(task)
+        else:
+            with pytest.raises(RankFailure, match="ZeroDivisionError"):
+                pool(2).run(task)

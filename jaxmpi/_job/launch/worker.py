@@ -109,16 +109,30 @@ def _called(call: Call) -> bytes:
 
 
 def _find(task: Task) -> Callable[..., None]:
-    """Import the file of a task and return the function."""
-    name = Path(task.path).stem
-    if name not in sys.modules:
-        sys.path.insert(0, str(Path(task.path).parent))
+    """Import the file of a task and return the function.
+
+    Two files may have one name in different folders. So a module also stands in `sys.modules` by
+    its path; by its name, where pickle looks for classes, it is the one that was used last.
+    """
+    path = Path(task.path)
+    before = sys.modules.get(path.stem)
+    if task.path not in sys.modules and getattr(before, "__file__", None) == task.path:
+        sys.modules[task.path] = sys.modules[path.stem]  # another file has imported it
+    if task.path not in sys.modules:
+        sys.path.insert(0, str(path.parent))
         sys.path += [folder for folder in task.search if folder not in sys.path]
-        spec = importlib.util.spec_from_file_location(name, task.path)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    function: Any = sys.modules[name]
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # as `import` does; the next task tries again
+            del sys.modules[path.stem]
+            raise
+        sys.modules[task.path] = module
+    sys.modules[path.stem] = sys.modules[task.path]
+    function: Any = sys.modules[task.path]
     for part in task.qualname.split("."):
         function = getattr(function, part)
     return inspect.unwrap(function)
