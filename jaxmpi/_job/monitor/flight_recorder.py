@@ -1,6 +1,6 @@
 """The flight recorder: a file with the last collectives of this rank.
 
-Each backend keeps its last collectives (`Activity.events`). `dump` writes them as JSON: when the
+Each backend keeps its last collectives (`MpiRanks.events`). `dump` writes them as JSON: when the
 job stalls, at SIGUSR1, and where JAXMPI_FLIGHT_DIR is set also when the job ends, in order or by an
 error. `jaxmpi timeline DIR` combines the files of all ranks.
 """
@@ -16,10 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxmpi._consistency import compare
-from jaxmpi._job.monitor.monitor import Monitor, doing
+from jaxmpi._job.monitor.monitor import AT_END, Monitor, doing
 from jaxmpi._job.process import files, settings
 
-__all__ = ["Recorder"]
+__all__ = ["OTHER_DUMPS_SECONDS", "Recorder"]
+
+# For the other ranks to write their records before this rank ends the job.
+OTHER_DUMPS_SECONDS = 0.5
 
 
 class Recorder:
@@ -33,7 +36,8 @@ class Recorder:
         self._backend, self._monitor = monitor.backend, monitor
         # The random part of the folder's name is the same on all ranks, and no other user can make
         # the folder first.
-        self._token = self._backend.broadcast_object(secrets.token_hex(8), 0)
+        tokens = secrets.token_hex(8), secrets.token_hex(8)
+        self._token, self._job = self._backend.broadcast_object(tokens, 0)
         # The clocks of two hosts differ. All ranks leave the barrier at about the same moment, and
         # that moment is zero in their records.
         self._backend.barrier()
@@ -43,13 +47,21 @@ class Recorder:
         monitor.topics["dump"] = lambda rank, why: self.dump(why)
         monitor.signals.take(signal.SIGUSR1, self._on_signal)
         if self._flight_dir:
-            monitor.at_end.append(self.dump)
+            monitor.at_end.append(self._on_end)
 
     def _on_signal(self) -> None:
         path = self.dump("SIGUSR1")
         self._monitor.say(
             f"SIGUSR1: this rank is {doing(self._backend)}; its last collectives are in {path}"
         )
+
+    def _on_end(self, why: str) -> None:
+        """Write the record; if this rank ends the job, have the others write theirs before."""
+        if why != AT_END:
+            self._monitor.send_all("dump", why)
+        self.dump(why)
+        if why != AT_END:
+            time.sleep(OTHER_DUMPS_SECONDS)
 
     def dump(self, why: str) -> Path | None:
         """Write the record, over an earlier one; return its path, None if it cannot be written."""
@@ -102,6 +114,7 @@ class Recorder:
             if all(wait):
                 waits.append([*map(seconds, wait)])
         return {
+            "job": self._job,
             "rank": place.rank,
             "size": place.size,
             "host": host,

@@ -40,6 +40,8 @@ class Live:
             self._backend.programs.share(self._writer.counts)
             monitor.watchers.append(self._look)
             monitor.at_end.append(lambda _: self._look())
+            monitor.end_watchers.append(self._look)  # while this rank waits for the others
+            monitor.at_last.append(self._close)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -76,6 +78,12 @@ class Live:
                 "samples_per_second": self._samples_per_second(),
             }
         )
+
+    def _close(self) -> str:
+        """Show this rank no more: after `finalize` it is none."""
+        self._backend.programs.share([0, 0])
+        self._writer.close()
+        return ""
 
     def _samples_per_second(self) -> float | None:
         """Return the rate that `Throughput.add` has counted; None where it has counted nothing."""

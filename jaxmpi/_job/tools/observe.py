@@ -144,6 +144,7 @@ class Remote:
     def __init__(self, host: str, agent: str, every_seconds: float) -> None:
         """Start the command by an agent, which takes a host and a command as ssh does."""
         self.host, self.error = host, ""
+        self._silent_seconds = max(SILENT_HOST_SECONDS, 2 * every_seconds)
         self._looks: list[Look] = []
         self._heard = time.monotonic()
         there = [sys.executable, "-m", "jaxmpi", "top", "--here", "--every", str(every_seconds)]
@@ -163,15 +164,24 @@ class Remote:
             thread.start()
 
     def look(self) -> list[Look]:
-        """Return the last looks that have arrived."""
-        if time.monotonic() - self._heard > SILENT_HOST_SECONDS:
-            self.error = self.error or f"nothing heard for {SILENT_HOST_SECONDS:.0f} s"
-        return self._looks
+        """Return the last looks that have arrived; the time goes on in those of a silent host."""
+        silent_seconds = time.monotonic() - self._heard
+        if silent_seconds <= self._silent_seconds:
+            return self._looks
+        self.error = self.error or f"nothing heard for {self._silent_seconds:.0f} s"
+        later = []
+        for look in self._looks:
+            later.append(cast(Look, {**look, "now_ns": look["now_ns"] + int(1e9 * silent_seconds)}))
+        return later
 
     def _read_looks(self, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
-                self._looks, self._heard, self.error = json.loads(line), time.monotonic(), ""
+                # What a shell's start-up files print on the other host is no look.
+                with contextlib.suppress(ValueError):
+                    looks = json.loads(line)
+                    if isinstance(looks, list):
+                        self._looks, self._heard, self.error = looks, time.monotonic(), ""
 
     def _read_errors(self, pipe: IO[bytes]) -> None:
         with pipe:

@@ -52,6 +52,7 @@ class Record(NamedTuple):
     why: str  # the reason for writing it
     events: list[Event]
     waits: list[Span]  # when the program waited for messages; empty where that is not recorded
+    job: str = ""  # equal on all ranks of a session, and in no other; "" from an older jaxmpi
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -111,7 +112,7 @@ def read(directory: Path) -> list[Record]:
         records.append(record)
     if not records:
         raise ValueError(f"there is no flight record (rank-0.json, ...) in {directory}.")
-    if len({record.size for record in records}) > 1:
+    if len({(record.size, record.job) for record in records}) > 1:
         raise ValueError(
             f"the records in {directory} are of several jobs. Remove those of the old one."
         )
@@ -134,6 +135,7 @@ def _read_record(path: Path) -> Record:
         _printable(record["why"]),
         [Event(number, _printable(name), *rest) for number, name, *rest in record["events"]],
         [(start, end) for start, end in record["waits"]],
+        record.get("job", ""),
     )
 
 
@@ -146,6 +148,8 @@ def _problem(record: object) -> str:
             return f"{name!r} is missing"
         if not is_valid(record[name]):
             return f"{name!r} is not what it should be"
+    if not _is_text(record.get("job", "")):
+        return "'job' is not what it should be"
     if not record["rank"] < record["size"]:
         return f"it is of rank {record['rank']} of {record['size']}"
     for i, event in enumerate(record["events"]):

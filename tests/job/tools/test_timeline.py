@@ -54,6 +54,7 @@ MALFORMED = {
     **{f"event {i} {x!r}": with_event(i, x) for i in (0, 2) for x in NUMBERS},
     **{f"event 1 {x!r}": with_event(1, x) for x in (1, None, [])},
     **{f"event {i} {x!r}": with_event(i, x) for i in (3, 4, 5) for x in NO_TIMES},
+    **{f"job {x!r}": {"job": x} for x in (1, None, [])},
     "event 3 None": with_event(3, None),
     **{f"waits {x!r}": {"waits": x} for x in NO_WAITS},
     **{f"wait {x!r}": {"waits": [[0.5, 1.0], [x, 1.0]]} for x in NO_TIMES},
@@ -99,9 +100,10 @@ def test_two_files_of_one_rank(tmp_path, capsys):
     assert "rank-0.json and" in (err := capsys.readouterr().err) and "are both of rank 0" in err
 
 
-def test_two_jobs(tmp_path, capsys):
-    write(tmp_path, size=2)
-    write(tmp_path, size=3, rank=1)
+@pytest.mark.parametrize("other", [{"size": 3}, {"job": "another one"}])
+def test_two_jobs(tmp_path, capsys, other):
+    write(tmp_path, size=2, job="one")
+    write(tmp_path, **{"size": 2, "job": "one", "rank": 1, **other})
     assert timeline.run([str(tmp_path)]) == 2
     assert f"the records in {tmp_path} are of several jobs" in capsys.readouterr().err
 

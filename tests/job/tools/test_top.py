@@ -190,6 +190,25 @@ def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
         writer.close()
 
 
+def test_a_host_whose_shell_greets_is_seen_and_one_that_falls_silent_is_told(tmp_path, monkeypatch):
+    agent = tmp_path / "agent"
+    record = json.dumps([look(0)])
+    agent.write_text(f"#!/bin/sh\necho Welcome to $1\necho 42\necho '{record}'\nexec cat\n")
+    agent.chmod(0o755)
+    monkeypatch.setattr(observe, "SILENT_HOST_SECONDS", 1.0)
+    remote = observe.Remote("node2", str(agent), 0.2)
+    try:
+        deadline = time.monotonic() + 60
+        while not remote.look() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [row.verdict for row in top.rows(remote.look())] == [""] and not remote.error
+        time.sleep(top.SILENT_RECORD_SECONDS + 0.2)
+        assert [row.verdict for row in top.rows(remote.look())] == ["silent"]
+        assert remote.error == "nothing heard for 1 s"
+    finally:
+        remote.close()
+
+
 def printed(*arguments):
     command = [sys.executable, "-m", "jaxmpi", "top", *arguments]
     return json.loads(
