@@ -6,15 +6,19 @@ can be sent yet, and so it can be seen while C code of the busy rank holds the G
 """
 
 import contextlib
+import inspect
 import json
 import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ContextDecorator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["Block", "Work", "busy", "note_end_of_work", "work", "work_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = "jaxmpi-busy"
 FILE_BYTES = 1 << 12
@@ -75,7 +79,8 @@ class busy(ContextDecorator):
       limit_seconds: after so many seconds, the block counts no more; None for no limit.
 
     Raises:
-      TypeError: `what` is not a string, or `limit_seconds` is not a number.
+      TypeError: `what` is not a string, or `limit_seconds` is not a number; or the function that it
+        decorates is a generator or async function.
       ValueError: `what` is empty, or `limit_seconds` is not above 0.
 
     >>> import jaxmpi
@@ -110,6 +115,21 @@ class busy(ContextDecorator):
 
     def __exit__(self, *_: object) -> None:
         _blocks.leave(self._entered.pop())
+
+    def __call__(self, function: F) -> F:
+        """Return the function with each of its calls in a block of its own."""
+        # Such a call only makes an object; the work is done later, where the block has ended.
+        for is_kind, kind in (
+            (inspect.iscoroutinefunction, "an async function"),
+            (inspect.isgeneratorfunction, "a generator function"),
+            (inspect.isasyncgenfunction, "an async generator function"),
+        ):
+            if is_kind(function):
+                raise TypeError(
+                    f"busy: {function.__qualname__} is {kind}, whose call does no work yet. Write "
+                    f"`with jaxmpi.busy({self._what!r}):` inside of it."
+                )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> "busy":
         """Return a new block for each call of a decorated function, as threads may share it."""

@@ -67,6 +67,8 @@ def joining(launched: int) -> Iterator[None]:
     if launched == 1:
         yield
         return
+    # The script has handled the error of an earlier `init`, and tries again.
+    sys.excepthook = getattr(sys.excepthook, "shows", sys.excepthook)
     over = threading.Event()
     try:
         Wait(launched, over)
@@ -221,6 +223,11 @@ def _ending_hook(show: Hook) -> Hook:
         finally:
             os._exit(1)
 
+    hook.shows = show  # type: ignore[attr-defined]
+    # `run_dir.note_at_exceptions` need not wrap it again
+    hook.notes_refused_count = getattr(  # type: ignore[attr-defined]
+        show, "notes_refused_count", False
+    )
     return hook
 
 

@@ -141,7 +141,7 @@ SETTINGS: Mapping[str, Setting] = {
         "a folder",
         "",
         "where the flight records go; by default a private folder in the temporary one, only at a "
-        "stall",
+        "stall or SIGUSR1",
     ),
     "JAXMPI_COMPILE": Setting(
         _one_of("auto", "once", "each"),
@@ -213,17 +213,26 @@ def get(name: str) -> Any:
 def limits() -> tuple[float, float]:
     """Return the seconds after which a wait is reported, and those after which the job ends.
 
-    0 stands for never. Raises a ValueError as `get`.
+    0 stands for never.
+
+    Raises:
+      ValueError: as `get`; or the job would end before the wait is reported.
     """
     stall, end = get("JAXMPI_STALL_SECONDS"), get("JAXMPI_STALL_END_SECONDS")
+    if end and end < stall:
+        raise ValueError(
+            f"JAXMPI_STALL_END_SECONDS is {end:g}, below JAXMPI_STALL_SECONDS ({stall:g}): the job "
+            "would end before it reports the wait. Give it at least as many seconds, or 0."
+        )
     return stall, 10 * stall if end is None else end
 
 
 def check() -> dict[str, object]:
     """Read all settings, and return those that must be the same on all ranks.
 
-    Raises a ValueError as `get`.
+    Raises a ValueError as `get` and `limits`.
     """
+    limits()
     values = {name: get(name) for name in SETTINGS}
     return {name: values[name] for name, setting in SETTINGS.items() if setting.same}
 

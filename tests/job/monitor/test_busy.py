@@ -131,6 +131,24 @@ def test_busy_refuses(arguments, options, error, words):
         jaxmpi.busy(*arguments, **options)
 
 
+async def awaited():
+    pass
+
+
+async def awaited_in_a_loop():
+    yield
+
+
+def iterated():
+    yield
+
+
+@pytest.mark.parametrize("function", [awaited, awaited_in_a_loop, iterated])
+def test_busy_refuses_functions_whose_call_does_no_work(function):
+    with pytest.raises(TypeError, match=f"busy: {function.__qualname__} is an? .*Write `with "):
+        jaxmpi.busy("reading")(function)
+
+
 def test_busy_tells_since_when_a_rank_does_nothing_any_more():
     with jaxmpi.busy("outer", limit_seconds=0.05):
         assert registry.work().idle_seconds == 0.0

@@ -1,9 +1,12 @@
 """`init` waits for no rank that does not come; processes that a rank starts are no ranks."""
 
 import re
+import sys
 
 import pytest
 from test_monitor import end, jaxmpi_run, mpirun
+
+from jaxmpi._job.process import joining, run_dir
 
 COMES_LATE = """
 import os, signal, sys, time
@@ -222,6 +225,21 @@ elif world.rank == 0:
     subprocess.run(command, env=environ, check=True)
 jaxmpi.barrier()
 """
+
+
+def test_an_error_of_init_that_the_script_handles_leaves_no_hook(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMPI_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    run_dir.note_at_exceptions()
+    before = sys.excepthook
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom"), joining.joining(2):
+            raise ValueError("boom")
+        assert sys.excepthook is not before
+        run_dir.note_at_exceptions()
+    with joining.joining(2):
+        pass
+    assert sys.excepthook is before
 
 
 @pytest.mark.launcher

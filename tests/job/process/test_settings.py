@@ -100,6 +100,20 @@ def test_what_is_allowed(monkeypatch, name, text, value):
     assert settings.get(name) == value
 
 
+@pytest.mark.parametrize(
+    ("stall", "end", "refused"),
+    [("", "59", True), ("2", "1.5", True), ("2", "2", False), ("2", "0", False), ("0", "1", False)],
+)
+def test_a_job_does_not_end_before_it_reports_the_wait(monkeypatch, stall, end, refused):
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", stall)
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", end)
+    if not refused:
+        settings.check()
+        return
+    with pytest.raises(ValueError, match=rf"^JAXMPI_STALL_END_SECONDS is {end}, below"):
+        settings.check()
+
+
 def test_jaxmpi_run_starts_nothing_with_a_bad_value(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "nan")
     (tmp_path / "script.py").write_text("raise SystemExit('started')")
