@@ -101,9 +101,10 @@ def preempted() -> bool:
     backend = untraced("preempted")
     preemption = session.preemption()
     preemption.listen()
-    if session.monitor():
-        return preemption.requested()
-    stops = any(agreed("preempted").allgather_object(preemption.signalled))
+    requested = preemption.requested()
+    if session.monitor():  # the monitors have agreed
+        return requested
+    stops = any(agreed("preempted").allgather_object(requested))
     if stops and backend.place.rank == 0:
         stderr.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
     return stops

@@ -1,6 +1,8 @@
 """Session: the state of a job from `init` to `finalize`, and the place of this process in it."""
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,12 @@ from jaxmpi._backends.mpi_ranks import MpiRanks
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._errors import NotInitializedError, RankCountError
+from jaxmpi._job.monitor.end_watch import EndWatch
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.live import Live
 from jaxmpi._job.monitor.monitor import Monitor
 from jaxmpi._job.monitor.neighbor_exchange import NeighborExchange
-from jaxmpi._job.monitor.preemption import Preemption
+from jaxmpi._job.monitor.preemption import AgreedPreemption, LocalPreemption, Preemption
 from jaxmpi._job.monitor.watchdog import Watchdog
 from jaxmpi._lowering.explain import Speed
 from jaxmpi._world.world import World
@@ -77,6 +80,7 @@ class Session:
       began: when the session began, by `time.monotonic`.
       states: state of the layers above, by its class.
       forked: whether this process is a forked child of the rank.
+      thread: the thread that has entered the block of `within`; None outside of such a block.
     """
 
     backend: Ranks
@@ -89,9 +93,11 @@ class Session:
     began: float = field(default_factory=time.monotonic)
     states: dict[type, SessionState] = field(default_factory=dict)
     forked: bool = False
+    thread: int | None = None
 
 
 _session: Session | None = None
+_entering = threading.Lock()  # held while a block of `within` begins
 
 
 def begin(backend: Ranks, world: World) -> None:
@@ -110,10 +116,10 @@ def watch(backend: MpiRanks) -> None:
     if monitor.listening:
         # Its messages may arrive as soon as the thread runs on all ranks.
         _session.neighbors = NeighborExchange(monitor)
-        _session.preemption = Preemption(monitor, backend.place.size, backend.place.rank)
+        _session.preemption = AgreedPreemption(monitor, backend.place.size, backend.place.rank)
         monitor.start()
         # These live in the monitor, which calls them.
-        Watchdog(monitor, Recorder(monitor))
+        EndWatch(monitor, Watchdog(monitor, Recorder(monitor)))
         Live(monitor)
         monitor.connect_hosts()
 
@@ -123,17 +129,31 @@ def within(session: Session) -> Iterator[World]:
     """Use another session in a `with` block.
 
     It shares the states of the session around it, if there is one.
+
+    Raises:
+      RuntimeError: another thread is inside of such a block. A process has one session, which all
+        of its threads use.
     """
     global _session
-    before, _session = _session, session
+    session.thread = threading.get_ident()
+    with _entering:
+        if _session is not None and _session.thread not in (None, session.thread):
+            raise RuntimeError(
+                "simulate: another thread of this process is in a simulate block. Leave that block "
+                "before this one begins, or use two processes."
+            )
+        before, _session = _session, session
     if before is not None:
         session.began, session.states = before.began, before.states
+        session.preemption = before.preemption
     try:
         yield session.world
     finally:
         _session = before
         if before is None:
             _close(session)
+        if before is None or session.preemption is not before.preemption:
+            _release(session)
 
 
 def finalize() -> None:
@@ -152,6 +172,7 @@ def finalize() -> None:
         _close(_session)
         if _session.monitor is not None:
             _session.monitor.leave()
+        _release(_session)
         _session.backend.close()
     _session = None
 
@@ -159,6 +180,13 @@ def finalize() -> None:
 def _close(session: Session) -> None:
     for its_state in session.states.values():
         its_state.close()
+
+
+def _release(session: Session) -> None:
+    """Let SIGTERM end this process again."""
+    if session.preemption is not None:
+        session.preemption.release()
+        session.preemption = None
 
 
 def state(cls: Callable[[float], S]) -> S:
@@ -198,7 +226,9 @@ def neighbors() -> NeighborExchange | None:
 def preemption() -> Preemption:
     """Return how SIGTERM stops the ranks: by the monitor, where there is one."""
     assert _session is not None
-    _session.preemption = _session.preemption or Preemption(None, 1, 0)
+    if _session.preemption is None:
+        alone = _session.monitor is None
+        _session.preemption = LocalPreemption(_session.backend.place.rank, alone=alone)
     return _session.preemption
 
 
@@ -292,15 +322,21 @@ def local_size() -> int:
 def _before_fork() -> None:
     if _session is not None and _session.monitor is not None:
         _session.monitor.signals.hold()
+    # as there: Python would forget a signal that comes to a child before it has its handlers
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
 def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
     if _session is not None and _session.monitor is not None:
         _session.monitor.signals.go_on()
 
 
 def _in_child() -> None:
     """Keep the World of a rank readable in its forked child, and refuse to communicate there."""
+    if _session is not None:
+        _release(_session)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
     if _session is None:
         return
     here = _session.backend
@@ -309,7 +345,8 @@ def _in_child() -> None:
     _session.forked = _session.backend is not here
     if _session.monitor is not None:
         _session.monitor.abandon()
-        _session.monitor = _session.preemption = None
+        _session.monitor = None
 
 
+_masks = threading.local()  # the signals that a thread had blocked before it forks
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -30,7 +30,7 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
 
     Raises:
       ValueError: n is below 1; axes as in `init`.
-      RuntimeError: this process is one of several ranks.
+      RuntimeError: this process is one of several ranks, or another thread is in such a block.
 
     >>> import jax, jaxmpi, numpy as np
     >>> with jaxmpi.simulate(3):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from programs import on_ranks, run
 import jaxmpi
 from jaxmpi import _devices
 from jaxmpi._backends import mpi_library
-from jaxmpi._job.process import launchers
+from jaxmpi._job.process import launchers, live_record
 from jaxmpi._world.init import _choose
 from jaxmpi._world.world import sized_axes
 from jaxmpi.testing import run_ranks
@@ -171,6 +172,39 @@ def test_finalize_then_init_again():
     jaxmpi.init()
     assert jaxmpi.size() == n
     np.testing.assert_array_equal(jaxmpi.tree_allgather(jaxmpi.rank()), np.arange(n))
+
+
+def test_simulated_ranks_of_two_threads_at_a_time_are_refused():
+    entered, done = threading.Event(), threading.Event()
+    errors = []
+
+    def other():
+        assert entered.wait(10)
+        try:
+            with jaxmpi.simulate(3):
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with jaxmpi.simulate(2):
+        entered.set()
+        assert done.wait(10) and jaxmpi.size() == 2
+        with jaxmpi.simulate(4):  # in one thread they may be nested
+            assert jaxmpi.size() == 4
+    thread.join()
+    assert len(errors) == 1 and errors[0].startswith("simulate: another thread of this process")
+
+
+@run_ranks(2)
+def test_after_finalize_the_process_is_no_rank_for_jaxmpi_top():
+    for _ in range(2):
+        assert os.getpid() in live_record.processes()
+        jaxmpi.finalize()
+        assert os.getpid() not in live_record.processes()
+        jaxmpi.init()
 
 
 @run_ranks(2)

@@ -2,6 +2,7 @@
 
 monitor          the thread, its messages, and the end of a job whose rank is gone
 watchdog         stall reports: who waits for whom, where, and what the missing ranks do
+end_watch        the wait at the end of a rank, for ranks that are slow or stopped
 activity         whether this rank gets on: CPU time, and callbacks that do not return
 flight_recorder  a file with the last collectives of each rank
 live             the record that `jaxmpi top` reads of each rank

@@ -34,10 +34,11 @@ from jaxmpi._job.process import at_exit, jax_collectives, joining, run_dir, stde
 from jaxmpi._job.process.failure import Cause, Failure, marked
 from jaxmpi._job.process.signals import Signals
 
-__all__ = ["Doing", "Gathering", "Monitor", "doing"]
+__all__ = ["AT_END", "Doing", "Gathering", "Monitor", "doing"]
 
 T = TypeVar("T")
 
+AT_END = "the end"  # the reason for which `at_end` is called where a rank ends in order
 POLL_SECONDS = 0.1  # between two looks of the thread
 # A communicating program may run this long after a rank that took part in it has left.
 LEFT_RANK_GRACE_SECONDS = 4.0
@@ -95,6 +96,7 @@ class Monitor:
       members: process id and host of each rank.
       topics: the function that handles a message, by topic: called with the sender and the object.
       watchers: functions that the thread calls ten times a second.
+      end_watchers: functions that `leave` calls ten times a second while it waits.
       at_end: functions called with the reason before this rank, or the job, ends.
       at_last: functions called once every rank has come to its end; a text that one returns ends
         the job as a failure.
@@ -113,6 +115,7 @@ class Monitor:
             "left": self._on_left,
         }
         self.watchers: list[Callable[[], None]] = []
+        self.end_watchers: list[Callable[[], None]] = []
         self.at_end: list[Callable[[str], object]] = []
         self.at_last: list[Callable[[], str]] = []
         self.gathering = Gathering(self)
@@ -252,8 +255,10 @@ class Monitor:
             # The rank before this one waits in `leave`, and this rank waits for it.
             if self._left is not None and self._waits_forever(*self._left):
                 self.end(1, self._why_left(self._left[0]))
-            # Python cannot raise KeyboardInterrupt while the main thread is inside MPI.
-            if self.signals.interrupt_is_stuck(POLL_SECONDS):
+            # Python cannot raise KeyboardInterrupt while the main thread is inside MPI. Any other
+            # call of C code returns, and the script may handle the interrupt then.
+            inside = self.backend.progress().inside or self._communicates()
+            if inside and self.signals.interrupt_is_stuck(POLL_SECONDS):
                 self.end(130, "interrupted while it waited inside a collective.")
 
     def _on_left(self, rank: int, progress: Progress) -> None:
@@ -330,6 +335,11 @@ class Monitor:
 
     # the end of this rank
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this rank has come to its end."""
+        return self._leaving.is_set()
+
     def _at_exit(self) -> None:
         self._exits = True
         try:
@@ -343,7 +353,7 @@ class Monitor:
             return
         self.backend.finish()
         for call in self.at_end:
-            self._call(call, "the end")
+            self._call(call, AT_END)
         # This thread polls from here on, so the monitor's thread has to end first.
         self._leaving.set()
         if self.listening:
@@ -376,6 +386,7 @@ class Monitor:
         """
         place = self.backend.place
         start, pause = time.monotonic(), 0.0005
+        look_at = start + POLL_SECONDS
         told_next = told_library = False
         while not done():
             self.poll()
@@ -383,6 +394,10 @@ class Monitor:
             if not told_next and waited > LEAVING_NOTICE_SECONDS:
                 told_next = True
                 self.send((place.rank + 1) % place.size, "left", self.backend.progress())
+            if time.monotonic() > look_at:
+                look_at = time.monotonic() + POLL_SECONDS
+                for watcher in self.end_watchers:
+                    self._call(watcher)
             if self._exits and not told_library and waited > PLAIN_NOTICE_SECONDS:
                 told_library = True
                 jax_collectives.begin_to_leave()

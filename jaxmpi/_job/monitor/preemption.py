@@ -9,30 +9,88 @@ they agree on a call, by messages between the monitors' threads:
 3. Rank 0 tells all ranks the call to stop at: one more than the highest count ("stop: at"). That
    call has returned on no rank yet, so it can return True on all of them.
 
-The threads answer whatever the main threads do, so the wait is short.
+The threads answer whatever the main threads do, so the wait is short (`AgreedPreemption`). Without
+a monitor that can talk, each rank notes the signal alone (`LocalPreemption`): it is the only rank,
+or `preempted` gathers these notes.
 """
 
 import contextlib
 import os
 import signal
 import threading
+from typing import Protocol
 
 from jaxmpi._job.monitor.monitor import Monitor
-from jaxmpi._job.process import run_dir
+from jaxmpi._job.process import joining, run_dir
 
-__all__ = ["Preemption"]
+__all__ = ["AgreedPreemption", "LocalPreemption", "Preemption"]
 
 
-class Preemption:
-    """This rank's part in the agreement.
+class Preemption(Protocol):
+    """A listener for SIGTERM in this process."""
 
-    Attributes:
-      signalled: whether this rank has got SIGTERM, where there is no monitor.
-    """
+    def listen(self) -> None:
+        """Handle SIGTERM from now on, unless the script has a handler of its own."""
 
-    def __init__(self, monitor: Monitor | None, size: int, rank: int) -> None:
-        """Take part in the agreement by a monitor; without one, only note the signal."""
-        self.signalled = False
+    def requested(self) -> bool:
+        """Return whether to stop at this call."""
+
+    def release(self) -> None:
+        """Let SIGTERM end this process again: at the end of the session, and in a forked child."""
+
+
+class LocalPreemption:
+    """A rank that notes the signal alone."""
+
+    def __init__(self, rank: int, *, alone: bool) -> None:
+        """Note nothing yet.
+
+        Args:
+          rank: the rank.
+          alone: whether it is the only one of the job, which has not joined the run in `init`.
+        """
+        self._rank, self._alone = rank, alone
+        self._signalled = self._listens = False
+
+    def listen(self) -> None:
+        """Handle SIGTERM from now on, unless the script has a handler of its own."""
+        here = threading.current_thread() is threading.main_thread()
+        if self._listens or not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        self._listens = True
+        signal.signal(signal.SIGTERM, self._on_signal)
+        # `jaxmpi run` passes SIGTERM on to the ranks that stop in order at it. A process that a
+        # rank has started is none of them.
+        if joining.parent() is None:
+            with contextlib.suppress(KeyError, OSError):
+                directory = os.environ["JAXMPI_RUN_DIR"]
+                if self._alone:
+                    run_dir.join_alone(directory)
+                run_dir.takes_sigterm(directory, self._rank)
+
+    def requested(self) -> bool:
+        """Return whether this process has got a SIGTERM."""
+        return self._signalled
+
+    def release(self) -> None:
+        """Restore the handler, unless the script has set one since."""
+        listened, self._listens = self._listens, False
+        # another thread may not set handlers: then `_on_signal` does at the first signal
+        here = threading.current_thread() is threading.main_thread()
+        if listened and here and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = True
+        if not self._listens:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class AgreedPreemption:
+    """This rank's part in the agreement of the monitors."""
+
+    def __init__(self, monitor: Monitor, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
         self._monitor = monitor
         self._preempted_rank = rank
@@ -41,34 +99,25 @@ class Preemption:
         self._stop_at: int | None = None  # the first call that returns True
         self._counts: dict[int, int] = {}  # on rank 0: the calls of each rank
         self._listens = False
-        if monitor:
-            monitor.topics["stop"] = self._on_stop
-            monitor.topics["stop: ask"] = self._on_ask
-            monitor.topics["stop: calls"] = self._on_calls
-            monitor.topics["stop: at"] = self._on_stop_at
+        monitor.topics["stop"] = self._on_stop
+        monitor.topics["stop: ask"] = self._on_ask
+        monitor.topics["stop: calls"] = self._on_calls
+        monitor.topics["stop: at"] = self._on_stop_at
 
     def listen(self) -> None:
         """Handle SIGTERM from now on, unless the script has a handler of its own."""
         if self._listens:
             return
-        if self._monitor:
-            self._listens = self._monitor.signals.take(
-                signal.SIGTERM, lambda: self._send(0, "stop", self._rank)
-            )
-            if self._listens:
-                # `jaxmpi run` passes SIGTERM on to the ranks that stop in order at it.
-                with contextlib.suppress(KeyError, OSError):
-                    run_dir.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
-        elif (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        ):
-            self._listens = True
-            signal.signal(signal.SIGTERM, self._on_signal)
+        self._listens = self._monitor.signals.take(
+            signal.SIGTERM, lambda: self._send(0, "stop", self._rank)
+        )
+        if self._listens:
+            # `jaxmpi run` passes SIGTERM on to the ranks that stop in order at it.
+            with contextlib.suppress(KeyError, OSError):
+                run_dir.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
 
     def requested(self) -> bool:
         """Return whether to stop at this call: the same on all ranks at their n-th call."""
-        assert self._monitor is not None
         # The wait and the count are one step. If rank 0's question came between them, this rank
         # would have answered with one call less than it then returns from.
         with self._changed:
@@ -85,11 +134,10 @@ class Preemption:
             )
         return True
 
-    def _on_signal(self, *_: object) -> None:
-        self.signalled = True
+    def release(self) -> None:
+        """Do nothing: the monitor restores the handlers that it has replaced."""
 
     def _send(self, rank: int, topic: str, message: object) -> None:
-        assert self._monitor is not None
         if rank == self._rank:
             self._monitor.topics[topic](rank, message)
         else:

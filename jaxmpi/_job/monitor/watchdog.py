@@ -29,7 +29,7 @@ from jaxmpi._backends.base import Progress
 from jaxmpi._backends.program_log import ENTERED, LEFT
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.activity import Activity, Stand, Standing
-from jaxmpi._job.monitor.flight_recorder import Recorder
+from jaxmpi._job.monitor.flight_recorder import OTHER_DUMPS_SECONDS, Recorder
 from jaxmpi._job.monitor.monitor import Doing, Monitor, doing
 from jaxmpi._job.process import live_record, run_dir, settings, stderr
 from jaxmpi._job.process.busy import work, work_of
@@ -43,13 +43,12 @@ __all__ = [
     "StallReport",
     "Watchdog",
     "describe",
+    "describe_missing",
 ]
 
 # For the monitors of the other ranks to answer. A rank whose C code holds the GIL, or that is
 # stopped, never does.
 ANSWER_SECONDS = 2.0
-# For the other ranks to write their flight records before this rank ends the job.
-OTHER_DUMPS_SECONDS = 0.5
 # A wait is reported early after this many times the usual seconds between two collectives, but not
 # before EARLY_SECONDS. The usual seconds are known after EARLY_COLLECTIVES: compilation takes most
 # of the first ones.
@@ -138,7 +137,7 @@ class Watchdog:
         self._deadlines = self._new_deadlines()  # of this wait
         self._due = next(self._deadlines)
         self._reported = False  # this wait
-        monitor.topics["where"] = lambda rank, _: monitor.send(rank, "here", self._own_answer())
+        monitor.topics["where"] = lambda rank, _: monitor.send(rank, "here", self.own_answer())
         monitor.topics["here"] = self._on_answer
         monitor.watchers.append(self._look)
 
@@ -198,7 +197,8 @@ class Watchdog:
     def _on_answer(self, rank: int, answer: Answer) -> None:
         self._answers[rank] = answer
 
-    def _own_answer(self) -> Answer:
+    def own_answer(self) -> Answer:
+        """Return where this rank is."""
         mine, standing = work(), self._activity.standing()
         at_work = self._backend.long_operation or (str(mine.block) if mine.counts else "")
         if mine.block is not None and not mine.counts:  # past its limit
@@ -216,7 +216,7 @@ class Watchdog:
     def _report(self, waited_seconds: float) -> None:
         """Report the wait, on the lowest rank that waits; end the job if its time is over."""
         place = self._backend.place
-        answers = {**self._answers, place.rank: self._own_answer()}
+        answers = {**self._answers, place.rank: self.own_answer()}
 
         # Ranks that are in this collective, or beyond it. A rank that has left the program in which
         # this one still is does not count as missing.
@@ -229,7 +229,7 @@ class Watchdog:
         missing, left_seconds = [], math.inf
         for rank in range(place.size):
             if rank not in arrived:
-                found, rank_left_seconds = self._missing_rank(
+                found, rank_left_seconds = self.missing_rank(
                     rank, answers.get(rank), waited_seconds
                 )
                 missing.append(found)
@@ -253,10 +253,10 @@ class Watchdog:
 
         # All ranks that wait come here at about the same time. The lowest one writes, unless it has
         # just begun to wait, and will not report for some time.
-        self._reported = True
         first = next(rank for rank in arrived if answers[rank].progress.inside)
         if place.rank != first and answers[first].waited_seconds > waited_seconds / 2:
             return
+        self._reported = True
         report = StallReport(
             waited_seconds=waited_seconds,
             stalled=stalled,
@@ -275,7 +275,7 @@ class Watchdog:
                 )
         if left_seconds <= 0:
             time.sleep(OTHER_DUMPS_SECONDS)
-            _report_to_launcher([*missing, *_in_callbacks(program)])
+            _report_to_launcher(missing, _in_callbacks(program))
             self._monitor.end(1, _why_ended(report))
 
     def _left_seconds(self, idle_seconds: float) -> float:
@@ -316,7 +316,7 @@ class Watchdog:
         # Else as long as one rank computes, or may do so, the others wait for it.
         return max(others)
 
-    def _missing_rank(
+    def missing_rank(
         self, rank: int, answer: Answer | None, waited_seconds: float
     ) -> tuple[MissingRank, float]:
         """Return what a missing rank does, and the seconds until the job ends for it."""
@@ -379,10 +379,16 @@ def _in_callbacks(program: list[InProgram]) -> list[InProgram]:
     return [found for found in program if found.standing.stand is Stand.CALLBACK]
 
 
-def _report_to_launcher(late: list[MissingRank | InProgram]) -> None:
-    """Name the ranks that have failed to `jaxmpi run`, which else blames the one that aborts."""
-    if late:
-        failures = [Failure(x.rank, x.pid, x.host, Cause.STALLED, joined=True) for x in late]
+def _report_to_launcher(missing: list[MissingRank], called: list[InProgram]) -> None:
+    """Name the ranks that have failed to `jaxmpi run`, which else blames the one that aborts.
+
+    Args:
+      missing: ranks that have not come.
+      called: ranks in callbacks that do not return.
+    """
+    failures = [Failure(x.rank, x.pid, x.host, Cause.STALLED, joined=True) for x in missing]
+    failures += [Failure(x.rank, x.pid, x.host, Cause.CALLBACK, joined=True) for x in called]
+    if failures:
         stderr.say(marked(failures))
 
 
@@ -396,7 +402,7 @@ def describe(report: StallReport) -> str:
     if report.missing:
         lines.append(f"  arrived: {in_words(report.arrived)}")
         for missing in report.missing:
-            lines += _describe_missing(missing)
+            lines += describe_missing(missing)
     elif report.program:
         lines += _describe_program(report.program)
     else:
@@ -421,7 +427,8 @@ _SILENT = {
 }
 
 
-def _describe_missing(missing: MissingRank) -> list[str]:
+def describe_missing(missing: MissingRank) -> list[str]:
+    """Return the lines of a report about one missing rank."""
     name = f"  missing: {_name(missing)}"
     if missing.at_work:
         return [f"{name} is {missing.at_work}"]

@@ -40,8 +40,13 @@ class Cause(enum.StrEnum):
     ENDED = "ended"  # the rank ended after `init`; how is not known
     ABSENT = "absent"  # the rank has not called `init`
     STALLED = "stalled"  # the rank did not enter a collective in which others waited
+    CALLBACK = "callback"  # a callback of the program that the rank is in does not return
+    STOPPED = "stopped"  # the process of the rank is stopped, and the others wait at their end
     DAEMON = "daemon"  # MPI's daemon on the host ended
     UNKNOWN = "unknown"
+
+
+_WAITED_FOR = (Cause.STALLED, Cause.CALLBACK, Cause.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,10 @@ class Failure:
             return "ended first, and not in order"
         if self.cause is Cause.STALLED:
             return "did not enter a collective in which others waited"
+        if self.cause is Cause.CALLBACK:
+            return "did not return from a callback of a program in which others waited"
+        if self.cause is Cause.STOPPED:
+            return "is stopped (SIGSTOP, or a debugger), and did not come to its end"
         if self.work:
             return f"is {self.work}"
         state = {
@@ -160,7 +169,7 @@ def find_stalled(text: str) -> list[Failure]:
     """
     found = find_marked(text)
     # Several ranks may have reported the same one.
-    stalled = dict.fromkeys(failure for failure in found if failure.cause is Cause.STALLED)
+    stalled = dict.fromkeys(failure for failure in found if failure.cause in _WAITED_FOR)
     waited = {failure.rank for failure in found if failure.cause is Cause.ABORT}
     return [failure for failure in stalled if failure.rank not in waited] or [*stalled]
 

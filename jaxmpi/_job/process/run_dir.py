@@ -29,6 +29,7 @@ __all__ = [
     "SEGMENT_PREFIX",
     "Member",
     "join",
+    "join_alone",
     "leave",
     "members",
     "note_at_exceptions",
@@ -92,6 +93,17 @@ def join(directory: str, rank: int) -> None:
             # kills the others.
             os.open(pipe, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
         _write(folder, Member(rank, os.getpid(), os.uname().nodename, segments()))
+
+
+def join_alone(directory: str) -> None:
+    """Enter this process as the only rank of the job; its exit code alone tells how it ends.
+
+    Does nothing if another process has: it is a child of that one then.
+    """
+    with _opened(directory) as folder:
+        if folder is not None and not members(directory):
+            host = os.uname().nodename
+            _write(folder, Member(0, os.getpid(), host, segments(), notes_end=False))
 
 
 def leave(directory: str, rank: int) -> None:

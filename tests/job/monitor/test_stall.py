@@ -202,10 +202,12 @@ def test_a_rank_that_votes_wait_for_is_named(tmp_path, monkeypatch, what, ranks)
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
-    code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
-    assert not code and not left and output.count("is through") == 2, output
+    code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5, ranks=3)
+    assert not code and not left and output.count("is through") == 3, output
+    # the rank that has reported the wait says when it is over, and no other
+    assert output.count("resumed after") == 1, output
     assert re.search(r"stalled: has waited [12] s", output)
-    assert re.search(r"rank 0/2 on \S+\] resumed after [23] s", output)
+    assert re.search(r"rank 0/3 on \S+\] resumed after \d s", output)
 
 
 @pytest.mark.slow
@@ -239,6 +241,38 @@ jaxmpi.init()
 with _world.current("test").entered():  # as an allgather of objects that never ends
     time.sleep(100)
 """
+
+
+ENDS = """
+import os, signal, sys, time
+import jaxmpi
+rank = jaxmpi.init().rank
+jaxmpi.barrier()
+if rank == 1:
+    if sys.argv[1] == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(12)  # a slow rank
+print(f"rank {rank} is through", flush=True)
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["stops", "is slow"])
+def test_a_rank_that_does_not_come_to_its_end_is_named(what, tmp_path, monkeypatch):
+    """The job ends for a stopped one only."""
+    (tmp_path / "script.py").write_text(ENDS)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "3")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "9")
+    command = jaxmpi_run(3, tmp_path / "script.py", what)
+    code, output, *_ = end(command, str(tmp_path), timeout=90)
+    assert output.count("at its end for the others\n  missing: rank 1 (pid ") == 1 + bool(code)
+    if what == "is slow":
+        assert not code and "script.py:9 in <module>: time.sleep(12)" in output, output
+        return
+    assert code and "does not answer: it is stopped (SIGSTOP, or a debugger)" in output, output
+    last = r"the job failed: rank 1 \(pid \d+ on \S+\) is stopped \(SIGSTOP, or a debugger\)"
+    assert re.search(last, output), output
 
 
 @pytest.mark.slow
@@ -347,7 +381,12 @@ def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
     code, output, _, _ = end(jaxmpi_run(ranks, tmp_path / "script.py", how), str(tmp_path))
     assert bool(code) == (how == "raise"), output
     there = {path.name for path in flight.iterdir()}
-    assert there >= ({f"rank-{r}.json" for r in range(ranks)} if how == "end" else {"rank-1.json"})
+    assert there >= {f"rank-{r}.json" for r in range(ranks)}
+    records = [json.loads((flight / f"rank-{r}.json").read_text()) for r in range(ranks)]
+    assert len({record["job"] for record in records}) == 1
+    assert {record["why"] for record in records} == {
+        "the end" if how == "end" else "ValueError: boom."
+    }
     assert timeline.run([str(flight)]) == 0
     table = capsys.readouterr().out
     if how == "end":

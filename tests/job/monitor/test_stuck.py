@@ -80,7 +80,10 @@ def test_a_rank_that_is_alive_and_stuck_ends_the_job(way, situation, ranks, tmp_
     line = source[: source.index(mark)].count("\n") + 1
     near = (line, line - 1) if "loops" in situation else (line,)  # it is at `while`, too
     assert any(f"stuck_script.py:{number}" in output for number in near), output
-    last = r"jaxmpi run: the job failed: rank 1 \(pid \d+ on \S+\) did not enter a collective"
+    how = "did not enter a collective"
+    if situation.startswith("callback"):
+        how = "did not return from a callback of a program"
+    last = rf"jaxmpi run: the job failed: rank 1 \(pid \d+ on \S+\) {how}"
     assert re.search(last, output), output
 
 

@@ -1,0 +1,134 @@
+"""The wait at the end of a rank: which ranks are late, and which never come.
+
+A rank that has come to its end waits for the others (`Monitor.leave`). A slow rank is waited for as
+long as it takes: it may evaluate, or write files. But it is named: after JAXMPI_STALL_SECONDS the
+ranks that wait ask all others whether they have come to their end, and the lowest of them writes
+what the missing ones do. Ranks whose process is stopped never come: each host sees its own, and
+ends the job for them after JAXMPI_STALL_END_SECONDS.
+"""
+
+import math
+import time
+
+from jaxmpi._consistency.mismatch import in_words
+from jaxmpi._job.monitor.monitor import Monitor
+from jaxmpi._job.monitor.watchdog import (
+    ANSWER_SECONDS,
+    LOOK_AGAIN_SECONDS,
+    MIN_REPEAT_SECONDS,
+    Answer,
+    MissingRank,
+    Watchdog,
+    describe_missing,
+)
+from jaxmpi._job.process import settings, stderr
+from jaxmpi._job.process.failure import Cause, Failure, marked
+
+__all__ = ["EndWatch", "describe"]
+
+
+class EndWatch:
+    """The watch of one rank over its wait at the end, which `Monitor.leave` calls."""
+
+    def __init__(self, monitor: Monitor, watchdog: Watchdog) -> None:
+        self._monitor, self._watchdog = monitor, watchdog
+        self._place = monitor.backend.place
+        self._stall_seconds, self._end_seconds = settings.limits()
+        self._began: float | None = None  # the wait
+        self._due = self._stall_seconds or math.inf  # seconds of the wait, for the next question
+        self._asked_at: float | None = None
+        # By rank; None for one that has come to its end. One that is silent is not there.
+        self._answers: dict[int, Answer | None] = {}
+        # By stopped rank of this host, the seconds of the wait when it was last seen to run.
+        self._ran_at: dict[int, float] = {}
+        self._reported: list[int] | None = None  # stopped ranks in the last report
+        monitor.topics["end: where"] = self._on_question
+        monitor.topics["end: here"] = self._on_answer
+        monitor.end_watchers.append(self._look)
+
+    def _on_question(self, rank: int, _: None) -> None:
+        answer = None if self._monitor.leaving else self._watchdog.own_answer()
+        self._monitor.send(rank, "end: here", answer)
+
+    def _on_answer(self, rank: int, answer: Answer | None) -> None:
+        self._answers[rank] = answer
+
+    def _look(self) -> None:
+        """Ask the others at the times that are due, and report once they have answered."""
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        waited_seconds = now - self._began
+        if self._asked_at is not None:
+            complete = len(self._answers) == self._place.size - 1
+            if complete or now - self._asked_at > ANSWER_SECONDS:
+                self._asked_at = None
+                self._report(waited_seconds)
+        elif waited_seconds > self._due:
+            self._asked_at, self._answers = now, {}
+            self._monitor.send_all("end: where", None)
+
+    def _report(self, waited_seconds: float) -> None:
+        """Report the missing ranks, on one rank; end the job for a stopped one of this host."""
+        leaving, missing = [self._place.rank], list[MissingRank]()
+        for rank in range(self._place.size):
+            if rank == self._place.rank:
+                continue
+            answer = self._answers.get(rank)
+            if answer is None and rank in self._answers:
+                leaving.append(rank)
+            else:
+                missing.append(self._watchdog.missing_rank(rank, answer, waited_seconds)[0])
+
+        # Every rank that waits comes here. From now on one of each host asks, which sees whether
+        # a process of this host is stopped; the lowest of all writes about the others, once.
+        _, host = self._monitor.members[self._place.rank]
+        if self._place.rank != min(r for r in leaving if self._monitor.members[r][1] == host):
+            self._due = math.inf
+            return
+        self._due = waited_seconds + max(self._stall_seconds, MIN_REPEAT_SECONDS)
+
+        # A stopped rank has all of the time since it was last seen to run.
+        stopped = [found for found in missing if found.state == "stopped"]
+        for found in missing:
+            if found.state != "stopped":
+                self._ran_at[found.rank] = waited_seconds
+        left_seconds = math.inf
+        if self._end_seconds:
+            for found in stopped:
+                for_it = waited_seconds - self._ran_at.get(found.rank, 0.0)
+                left_seconds = min(left_seconds, self._end_seconds - for_it)
+        if 0 < left_seconds < math.inf:
+            self._due = min(self._due, waited_seconds + left_seconds + LOOK_AGAIN_SECONDS)
+
+        known = [found.rank for found in stopped]
+        first = self._reported is None and self._place.rank == min(leaving) and bool(missing)
+        if first or known != (self._reported or []) or left_seconds <= 0:
+            self._reported = known
+            announced = left_seconds if 0 < left_seconds < math.inf else None
+            self._monitor.say(describe(waited_seconds, missing, announced))
+        if left_seconds <= 0:
+            failures = [Failure(x.rank, x.pid, x.host, Cause.STOPPED, joined=True) for x in stopped]
+            stderr.say(marked(failures))
+            who = f"{in_words(known)} on {host}"
+            self._monitor.end(1, f"waited {waited_seconds:.0f} s at the end: {who} is stopped.")
+
+
+def describe(
+    waited_seconds: float, missing: list[MissingRank], ends_in_seconds: float | None
+) -> str:
+    """Return in words which ranks have not come to their end.
+
+    Args:
+      waited_seconds: how long this rank has waited.
+      missing: the others.
+      ends_in_seconds: until the job ends for one that is stopped; None if it does not.
+    """
+    lines = [f"slow: has waited {waited_seconds:.0f} s at its end for the others"]
+    for found in missing:
+        lines += describe_missing(found)
+    if ends_in_seconds is not None:
+        lines.append(
+            f"  the job ends in {ends_in_seconds:.0f} s if the stopped process does not go on "
+            "(JAXMPI_STALL_END_SECONDS)"
+        )
+    return "\n".join(lines)
