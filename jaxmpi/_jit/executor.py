@@ -334,9 +334,11 @@ class ComparesInline(Executor):
         jitted = self._jitted
         if (thread := get_ident()) != self._turn.unchecked:
             self._take_turn(args, kwargs)
-        # The program that was found for the first call, so that the trace does not build it again.
-        jitted.next_program = first and first[0]
         try:
+            # The program that was found for the first call, so that the trace does not build it
+            # again.
+            if first:
+                jitted.next_program = first[0]
             if first and jitted.shares:
                 self._compile(*first, args, kwargs)
             # Usually JAX has an executable for these arguments, and runs it. If it has to trace and
@@ -362,6 +364,10 @@ class ComparesInline(Executor):
         except ERRORS_OF_JAX as error:
             self._explain(error, args, kwargs)
             raise
+        finally:
+            # No trace has taken it if JAX had one of these arguments, as after `_compile`. It is of
+            # no use to `lower` or `eval_shape` of other arguments.
+            jitted.next_program = None
         return out
 
     def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:

@@ -163,6 +163,20 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
     np.testing.assert_allclose(out, expected(number, [7, 4, 4]))
 
 
+@run_ranks(2)
+@crowded
+def test_a_compiled_program_is_not_that_of_other_arguments():
+    number = new_number()
+    step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x * number, op="sum"))
+    for length in (3, 4):
+        step(jnp.ones(length))
+        assert step.eval_shape(jnp.ones(length + 4)).shape == (length + 4,)
+    step(jnp.ones(5))
+    assert "float32[6]" in str(jaxmpi.explain(step, jnp.ones(6)))
+    step(jnp.ones(9))
+    assert step.lower(jnp.ones(10)).compile()(jnp.ones(10)).shape == (10,)
+
+
 @run_ranks(2, 3)
 @crowded
 def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
