@@ -9,9 +9,9 @@ renames that axis to AXIS (`_on_ranks`), and adds the mapped axis to each result
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
-from functools import wraps
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,8 @@ def pmap(
     return pmapped
 
 
-class Axes(NamedTuple):
+@dataclass(frozen=True)
+class Axes:
     """The axes of a pmap, and its static arguments.
 
     Attributes:
@@ -159,15 +160,24 @@ class Axes(NamedTuple):
 
     def argument_has_none(self, path: KeyPath) -> bool:
         """Return whether the leaf of (args, kwargs) at this path has no mapped axis."""
-        by_name, argument, *rest = path
+        by_name = path[0]
         if by_name.idx:
             return False
-        axes = self.ins[argument.idx] if isinstance(self.ins, tuple | list) else self.ins
-        return _has_none(axes, tuple(rest))
+        # A tuple has one tree of axes for each argument; anything else is that of every argument.
+        within = path[1:] if isinstance(self.ins, tuple | list) else path[2:]
+        return _starts_with_one(within, self._none_of_ins)
 
     def output_has_none(self, path: KeyPath) -> bool:
         """Return whether the leaf of the results at this path gets no axis."""
-        return _has_none(self.outs, path)
+        return _starts_with_one(path, self._none_of_outs)
+
+    @cached_property
+    def _none_of_ins(self) -> frozenset[KeyPath]:
+        return _paths_of_none(self.ins)
+
+    @cached_property
+    def _none_of_outs(self) -> frozenset[KeyPath]:
+        return _paths_of_none(self.outs)
 
 
 def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
@@ -175,12 +185,15 @@ def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _has_none(axes: Any, path: KeyPath) -> bool:
-    """Return whether a tree of axes has None at a path, or at a prefix of it."""
-    for above, axis in flatten_with_path(axes, is_leaf=lambda x: x is None)[0]:
-        if axis is None and path[: len(above)] == above:
-            return True
-    return False
+def _paths_of_none(axes: Any) -> frozenset[KeyPath]:
+    """Return the paths at which a tree of axes has None."""
+    paths, _ = flatten_with_path(axes, is_leaf=lambda x: x is None)
+    return frozenset(path for path, axis in paths if axis is None)
+
+
+def _starts_with_one(path: KeyPath, beginnings: frozenset[KeyPath]) -> bool:
+    """Return whether a path is one of these, or below one of them."""
+    return any(path[:length] in beginnings for length in range(len(path) + 1))
 
 
 def _check(

@@ -22,6 +22,8 @@ from flax.training import common_utils
 from jax import lax
 
 import jaxmpi
+from jaxmpi._jit import pmap as pmap_file
+from jaxmpi._per_rank_state import flatten_with_path
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
@@ -407,6 +409,23 @@ def test_pmap_in_axes_none_below_the_top_is_replicated(in_axes):
             match=r"argument [12].* is named in replicated_argnums, and rank 1",
         ):
             added(x, *arguments(np.float32(1 + jaxmpi.rank())))
+
+
+def test_the_axes_of_a_pmap_are_looked_through_once(monkeypatch):
+    """Else its time is quadratic in the number of arrays."""
+    looked = []
+
+    def flatten(tree, **options):
+        looked.append(tree)
+        return flatten_with_path(tree, **options)
+
+    monkeypatch.setattr(pmap_file, "flatten_with_path", flatten)
+    tree = {f"w{i}": jnp.full((1, 2), i) for i in range(20)}
+    ins, outs = dict.fromkeys(tree, 0), dict.fromkeys(tree, 0)
+    ins["w3"] = outs["w3"] = None
+    with jaxmpi.simulate(2):
+        jaxmpi.pmap(lambda t: t, in_axes=(ins,), out_axes=outs).lower(tree)
+    assert 1 <= len(looked) <= 2
 
 
 @run_ranks(1, 2)
