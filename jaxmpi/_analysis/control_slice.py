@@ -171,7 +171,11 @@ def _lines(sliced: Slice) -> list[Line]:
             operands = f"operand of collective {index_of[id(eqn)]}"
             lines.append(Line(text.equation(eqn, operands=operands), eqn.source_info))
             continue
-        lines.append(Line(text.equation(eqn), eqn.source_info))
+        # An operand on which the slice does not depend may be another one on each rank.
+        names: list[str] = []
+        for atom, is_used in zip(eqn.invars, needed.operands, strict=True):
+            names.append(text.atom(atom) if is_used else "_")
+        lines.append(Line(text.equation(eqn, operands=", ".join(names)), eqn.source_info))
         for inside in needed.inside:
             lines += _lines(inside)
     lines.append(Line(f"decides: {', '.join(map(text.atom, sliced.roots))}"))

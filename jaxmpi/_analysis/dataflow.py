@@ -6,6 +6,7 @@ handled here, once, for every analysis. Forward (`propagate`), in the order of t
 
     equation    outs  = rule(equation, operands)
     call        outs  = callee(operands)
+    barrier     outs  = operands
     cond        outs  = join(predicate, branch(operands) for each branch)
     scan        carry = least fixed point of  carry = join(carry, body(carry)),  outs = body(carry)
     while       carry = least fixed point of  carry = join(carry, body(carry), predicate(carry))
@@ -22,7 +23,7 @@ Backward (`slice_of`), a slice is the equations that some values depend on, with
 points.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -62,8 +63,9 @@ class Analysis(Generic[Fact]):
         has gone through the jaxprs of an equation; returns the facts of its results.
       constants: the fact of an array that the program, or a function inside of it, has captured.
 
-    Facts are compared by `==`. The operand fact of a reference is that of its contents. A rule must
-    not return a smaller fact for larger operands; otherwise a fixed point need not be the least.
+    Facts are hashable, and are compared by `==`. The operand fact of a reference is that of its
+    contents. A rule must not return a smaller fact for larger operands; otherwise a fixed point
+    need not be the least.
     """
 
     bottom: Fact
@@ -88,8 +90,8 @@ def propagate(
       ins: the fact of each input; for a reference, that of its contents.
       visit: called for each equation after those that it contains, once its facts are final: with
         the facts of its operands, of its results, and of the predicates of all branches and loops
-        around it. The equations of a jaxpr that several calls share are visited once for each call.
-        An analysis that raises errors or warns does so here.
+        around it. The equations of a jaxpr that several calls share are visited once for all calls
+        with the same facts. An analysis that raises errors or warns does so here.
     """
     return _Forward(analysis).run(jaxpr, ins, [], visit, analysis.bottom)
 
@@ -117,6 +119,8 @@ class _Forward(Generic[Fact]):
 
     def __init__(self, analysis: Analysis[Fact]) -> None:
         self._analysis, self._join = analysis, analysis.join
+        # the results of the jaxprs that `run` has gone through
+        self._known: dict[Hashable, list[Fact]] = {}
 
     def run(
         self,
@@ -127,6 +131,25 @@ class _Forward(Generic[Fact]):
         control: Fact,
     ) -> list[Fact]:
         """Propagate through a jaxpr; its inputs have the facts `ins`."""
+        if any(references):
+            return self._run(jaxpr, ins, references, visit, control)
+        # Calls of one function share a jaxpr. If each of d functions calls the next one twice, the
+        # last one is called 2^d times: with the same facts, its results are the same. Nested loops
+        # go through their innermost body as often, for the fixed points.
+        key = id(_jaxcompat.parts(jaxpr)[0]), tuple(ins), control, visit is None
+        if key not in self._known:
+            self._known[key] = self._run(jaxpr, ins, references, visit, control)
+        return self._known[key]
+
+    def _run(
+        self,
+        jaxpr: AnyJaxpr,
+        ins: Sequence[Fact],
+        references: Sequence[_Contents[Fact] | None],
+        visit: Visit[Fact] | None,
+        control: Fact,
+    ) -> list[Fact]:
+        """Do what `run` does, for facts that are new."""
         analysis, inner = self._analysis, _jaxcompat.parts(jaxpr)[0]
         bottom = analysis.bottom
         facts: dict[Var, Fact] = dict.fromkeys(inner.constvars, analysis.constants)
@@ -199,6 +222,9 @@ class _Forward(Generic[Fact]):
             jaxpr, arguments = callee(eqn, operands)
             of_arguments = callee(eqn, references)[1] if references else []
             results = self.run(jaxpr, arguments, of_arguments, visit, control)
+        # Result i of a barrier is operand i: it joins nothing.
+        elif op is Op.BARRIER:
+            return operands
         # By the rule for all others
         else:
             if analysis.otherwise is None:
@@ -513,6 +539,8 @@ def _needed_equation(eqn: JaxprEqn, outs: Sequence[bool], ends_at: EndsAt) -> Ne
         ins_of_branches = [branch.ins for branch in branches]
         ins = [any(needed) for needed in zip(*ins_of_branches, strict=True)]
         return Needed(eqn, [True, *ins], branches)
+    if op is Op.BARRIER:  # result i is operand i
+        return Needed(eqn, outs, [])
     # Calls, and any other equation. Its results are the outputs of its jaxpr if there are as many,
     # and its operands the inputs; otherwise, all outputs and all operands count as needed.
     inside = []

@@ -71,20 +71,45 @@ def state_start(eqn: JaxprEqn) -> int:
 
 
 def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr at all depths, each followed by those it contains."""
-    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+    """Yield the equations of a jaxpr at all depths, each followed by those it contains.
+
+    Those of a jaxpr that several calls share come once.
+    """
+    return _equations(jaxpr, set())
+
+
+def _equations(jaxpr: AnyJaxpr, seen: set[int]) -> Iterator[JaxprEqn]:
+    """Yield `equations` of the jaxprs whose ids are not in `seen`, and add them to it."""
+    open_jaxpr, _ = _jaxcompat.parts(jaxpr)
+    if id(open_jaxpr) in seen:
+        return
+    seen.add(id(open_jaxpr))
+    for eqn in open_jaxpr.eqns:
         yield eqn
         for inner in subjaxprs(eqn):
-            yield from equations(inner)
+            yield from _equations(inner, seen)
 
 
 def constants(jaxpr: AnyJaxpr) -> Iterator[ArrayLike]:
-    """Yield the constant arrays of a jaxpr, and of the jaxprs inside of it."""
+    """Yield the constant arrays of a jaxpr, and of the jaxprs inside of it.
+
+    Those of a jaxpr that several calls share come once for each call: whether JAX has traced them
+    once may differ between ranks.
+    """
+    if not _has_constants(jaxpr):
+        return
     open_jaxpr, consts = _jaxcompat.parts(jaxpr)
     yield from consts
     for eqn in open_jaxpr.eqns:
         for inner in subjaxprs(eqn):
             yield from constants(inner)
+
+
+@_jaxcompat.kept_with_jaxpr
+def _has_constants(jaxpr: AnyJaxpr) -> bool:
+    """Return whether a jaxpr has constant arrays, at any depth."""
+    open_jaxpr, consts = _jaxcompat.parts(jaxpr)
+    return bool(consts) or any(any(map(_has_constants, subjaxprs(eqn))) for eqn in open_jaxpr.eqns)
 
 
 def line(eqn: JaxprEqn) -> str:

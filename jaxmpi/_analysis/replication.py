@@ -19,7 +19,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import RANK_OPS, Role, calls_python, is_computed_from, role
@@ -210,6 +210,10 @@ def varying(
             unreached.append(eqn)
         elif unreached and control == ALL:
             _refuse(api, eqn, unreached[0])
+        if op_of(eqn) is Op.BARRIER:  # result i is operand i
+            for atom, v in zip(eqn.invars, eqn.outvars, strict=True):
+                if isinstance(atom, Literal) or atom in from_literals:
+                    from_literals.add(v)
         is_from_literals = is_computed_from(from_literals, eqn)
         if is_from_literals and role_of_eqn is Role.LOCAL:
             from_literals.update(eqn.outvars)
