@@ -247,3 +247,5 @@ class Target(NamedTuple):
     keeps_order: bool = True
     # whether `run` takes the mean of any floats; else only that of short ones, which it widens
     divides: bool = False
+    # whether `run` rounds a sum of 16-bit floats once, at the end, and no sum of some of the ranks
+    rounds_once: bool = True

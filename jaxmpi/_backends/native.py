@@ -4,10 +4,12 @@ It carries every collective. A call is one message for all its arrays, in place 
 With each message the ranks compare its fingerprint, so the programs of this transport need no other
 comparison. Arrays of a GPU are staged through pinned memory of the host.
 
-16-bit floats are summed in float32 and rounded once within a node, and between nodes of one rank
-each. Between nodes of several ranks, each node's sum is rounded before it is sent, and above 8
-nodes, in every round: with p nodes and the unit roundoff u (2**-8 of bfloat16, 2**-11 of float16),
-the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first order.
+16-bit floats are summed in float32 and rounded once within a node, and between up to 8 nodes of one
+rank each (`Target.rounds_once`). Between nodes of several ranks, each node's sum is rounded before
+it is sent, and above 8 nodes, in every round: with p nodes and the unit roundoff u (2**-8 of
+bfloat16, 2**-11 of float16), the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to
+first order. A mean is divided before it is rounded, so that it stays in range; a sum that a program
+converts to float32 first, as `tree_allreduce` does, travels as float32 there.
 """
 
 import math
@@ -230,7 +232,16 @@ class Native(MpiTransport):
     def target(self) -> Target:
         """Return collectives as equations of one primitive, which divide for a mean."""
         run = partial(primitive.run, transport=self)
-        return Target(self.size, run, self.index, overlap=self._overlap(), divides=True)
+        # as between.cc does it: see the top of this file
+        nodes, few = self._opened.nodes, self._opened.tuning.direct_nodes
+        return Target(
+            self.size,
+            run,
+            self.index,
+            overlap=self._overlap(),
+            divides=True,
+            rounds_once=nodes == 1 or (nodes == self.size and nodes <= few),
+        )
 
     def lower(self, lowering: Lowering[R]) -> R:
         """Make a program one with ordered messages."""

@@ -6,6 +6,7 @@ The names of JAX's primitives are in `_lowering`.
 
 jaxprs    read, compare and edit jaxprs
 retrace   put equations into a function that is being traced
+lanes     loops with a predicate for each lane of a `vmap`
 source    source lines of equations, calls and errors
 compiled  modules as text, and entries of JAX's compilation cache
 ordered   effects that keep the order of messages in a program
@@ -25,9 +26,12 @@ from jaxmpi._jaxcompat.jaxprs import (
     axis_effect,
     behind,
     closed,
+    has_forward_rule,
+    has_reverse_rule,
     is_axis_effect,
     is_reference,
     kept_with_jaxpr,
+    may_have_rule,
     needs_one_device,
     new_variable,
     parts,
@@ -35,6 +39,7 @@ from jaxmpi._jaxcompat.jaxprs import (
     with_axis_renamed,
     with_equations,
 )
+from jaxmpi._jaxcompat.lanes import has_lanes, with_scalar_predicate
 from jaxmpi._jaxcompat.ordered import (
     allow_in_checkpoint,
     can_hide_effects,
@@ -54,6 +59,7 @@ from jaxmpi._jaxcompat.runtime import (
     gloo_listens_at,
     leave_as_it_is,
     started_without,
+    trace_context,
     tracing,
     wait_for_effects,
     watch_communication,
@@ -68,6 +74,7 @@ from jaxmpi._jaxcompat.source import (
     failed_collective,
     function_names,
     in_library,
+    is_transposed,
     library_function,
     lowered_line,
     source_line,

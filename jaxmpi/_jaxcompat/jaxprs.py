@@ -142,3 +142,20 @@ def _renamed_effects(effects: Iterable[Hashable], old: str, new: str) -> frozens
 def is_reference(aval: AbstractValue) -> bool:
     """Return whether a type is that of a reference, as `jax.new_ref` returns, not of an array."""
     return isinstance(aval, AbstractRef)
+
+
+def has_forward_rule(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a call of a `jax.custom_jvp` function."""
+    return "jvp_jaxpr_fun" in eqn.params
+
+
+def has_reverse_rule(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a call of a `jax.custom_vjp` function."""
+    return "fwd_jaxpr_thunk" in eqn.params
+
+
+def may_have_rule(jaxpr: Jaxpr) -> bool:
+    """Return whether JAX lets a function with these effects and arguments have derivative rules."""
+    has_references = any(is_reference(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
+    allowed = effects.custom_derivatives_allowed_effects
+    return not has_references and not allowed.filter_not_in(jaxpr.effects)

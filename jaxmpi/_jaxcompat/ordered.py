@@ -12,6 +12,7 @@ from jax.interpreters import mlir
 from jax.lax import cond_p, while_p
 
 from jaxmpi._jaxcompat.jaxprs import parts
+from jaxmpi._jaxcompat.lanes import has_lanes, with_scalar_predicate
 from jaxmpi._jaxcompat.retrace import as_function
 
 if TYPE_CHECKING:
@@ -168,6 +169,10 @@ def rewrite_branches(
     def lower_while(
         ctx: mlir.LoweringRuleContext, *args: "ir.Value", **params: Any
     ) -> Sequence["ir.Value"]:
+        if _is_wrong_by_lanes(params):
+            # Its loop has a scalar predicate, and comes back to this rule.
+            by_all_lanes = mlir.lower_fun(lambda *xs: with_scalar_predicate(params, xs))
+            return by_all_lanes(ctx, *args)
         body = params.get("body_jaxpr")
         call = before_loop(body) if body is not None and body.effects else None
         if call is None:
@@ -182,6 +187,14 @@ def rewrite_branches(
 
     mlir.register_lowering(cond_p, lower_cond)
     mlir.register_lowering(while_p, lower_while)
+
+
+def _is_wrong_by_lanes(params: Mapping[str, Any]) -> bool:
+    """Return whether JAX lowers a `while` equation so that lanes that are done compute on."""
+    condition = params.get("cond_jaxpr")
+    if condition is None or effects is None:
+        return False
+    return bool(effects.ordered_effects.filter_in(condition.effects)) and has_lanes(params)
 
 
 @functools.cache

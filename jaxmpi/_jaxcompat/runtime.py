@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 
 import jax
-from jax._src import core, dispatch, xla_bridge
+from jax._src import config, core, dispatch, xla_bridge
 
 from jaxmpi._job.process import stacks
 
@@ -32,6 +32,12 @@ try:
 except (ImportError, AttributeError):  # a pmap is not noticed
     pmap_module = None
 
+
+# Returns the part of JAX's configuration on which a trace depends, such as x64 and the default
+# precision of a matrix product, as `jax.jit` has it in its keys. A JAX without it tells x64 alone.
+trace_context: Callable[[], object] = getattr(
+    config, "trace_context", lambda: jax.config.jax_enable_x64
+)
 
 # returns whether the caller is outside of traced functions
 at_top_level: Callable[[], bool] = core.trace_state_clean

@@ -77,6 +77,15 @@ def function_names(eqn: JaxprEqn) -> list[str]:
     return [frame.function_name for frame in traceback.frames] if traceback else []
 
 
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is of a backward pass: JAX has transposed others to make it."""
+    for entry in getattr(eqn.source_info.name_stack, "stack", ()):
+        # The names of `jax.named_scope` are in the stack, too, and are no Transform.
+        if isinstance(entry, source_info_util.Transform) and entry.name == "transpose":
+            return True
+    return False
+
+
 def library_function(eqn: JaxprEqn) -> str:
     """Return the name of the function of jaxmpi that the user has called for an equation.
 

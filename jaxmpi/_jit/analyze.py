@@ -34,7 +34,7 @@ from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
 from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
 
-__all__ = ["ProgramFacts", "analyze", "paths_of"]
+__all__ = ["ProgramFacts", "analyze", "declared_outputs", "paths_of"]
 
 # for an output that may differ, by the function of jaxmpi
 REMEDIES = {
@@ -78,7 +78,7 @@ def analyze(
     ins: Sequence[KeyPath],
     replicated: Sequence[bool],
     outs: Sequence[KeyPath],
-    tree: PyTreeDef,
+    declared: Sequence[bool],
     backend: Ranks,
     *,
     hide_effects: bool,
@@ -92,7 +92,7 @@ def analyze(
       ins: the paths of the other inputs.
       replicated: which of the other inputs are equal on all ranks.
       outs: the paths of the outputs, as `paths_of`.
-      tree: the structure of the outputs.
+      declared: which outputs are declared replicated, as `declared_outputs`.
       backend: the ranks.
       hide_effects: as in `lower.build`. If it is False, the program may be differentiated later, so
         no mean is fused and no message started early: these have no derivative.
@@ -101,7 +101,7 @@ def analyze(
       ValueError: an output that is declared equal on all ranks may differ; a shard depends on more
         than its own elements.
     """
-    title, declared = function.title, _declared(function, outs, tree)
+    title = function.title
     try:
         varies, outside = _varying_outputs(
             function, jaxpr, captured, replicated, outs, declared, backend
@@ -132,6 +132,7 @@ def analyze(
         backend.place.size,
         combine=target.combine,
         divides=target.divides if hide_effects else None,
+        rounds_once=target.rounds_once,
         overlap=target.overlap if hide_effects else None,
     )
     entries: list[Entry] = []
@@ -186,8 +187,9 @@ def _varying_outputs(
     try:
         may_warn = is_checked("repeated_mean", function.allowed)
         warn = may_warn and backend.place.rank == 0
+        every = [True] * len(captured)
         varies = _varies(
-            function, jaxpr, True, len(captured), replicated, outs, declared, warn=warn
+            function, jaxpr, every, replicated, outs, declared, constants=True, warn=warn
         )
         return varies, []
     except ValueError as error:
@@ -202,9 +204,19 @@ def _varying_outputs(
             ) from None
         if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
             raise
-        varies = _varies(
-            function, jaxpr, False, len(captured), replicated, outs, declared, warn=False
-        )
+        # A reference still counts as different: what a call writes into it may differ.
+        differ = [_is_reference(x) for x in captured]
+        try:
+            varies = _varies(
+                function, jaxpr, differ, replicated, outs, declared, constants=False, warn=False
+            )
+        except ValueError as error:
+            if not any(differ):
+                raise
+            raise ValueError(
+                f"{error} Or the function uses a reference from outside, which counts as different "
+                "on each rank: make its value, ref[...], an argument, and return the new one."
+            ) from None
         return varies, [*map(_from_outside, constants)]
 
 
@@ -249,23 +261,23 @@ def _with_statistics(
 def _varies(
     function: Function,
     jaxpr: ClosedJaxpr,
-    captured_differ: bool,
-    captured: int,
+    captured_differ: Sequence[bool],
     replicated: Sequence[bool],
     outs: Sequence[KeyPath],
     declared: Sequence[bool],
     *,
+    constants: bool,
     warn: bool,
 ) -> list[bool]:
-    """Return which outputs may differ, if captured arrays may differ or not.
+    """Return which outputs may differ, given which captured arrays may, and whether `constants` do.
 
     Raises:
       ValueError: an output that is declared replicated may differ, with its name.
     """
     varies = varying(
         jaxpr,
-        [captured_differ] * captured + [not same for same in replicated],
-        constants=captured_differ,
+        [*captured_differ, *(not same for same in replicated)],
+        constants=constants,
         warn=warn,
         api=function.api,
         title=function.title,
@@ -281,8 +293,12 @@ def _varies(
     return varies
 
 
-def _declared(function: Function, outs: Sequence[KeyPath], tree: PyTreeDef) -> list[bool]:
-    """Return which arrays of the outputs are declared replicated."""
+def declared_outputs(function: Function, tree: PyTreeDef) -> list[bool]:
+    """Return which arrays of the outputs, of structure `tree`, are declared replicated.
+
+    Raises:
+      ValueError: `replicated_outnums` names a position that is not there.
+    """
     # Positions count the elements of a tuple or list; any other result is position 0.
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
@@ -298,12 +314,22 @@ def _declared(function: Function, outs: Sequence[KeyPath], tree: PyTreeDef) -> l
         numbers += [i] * child.num_leaves
     return [
         (number in outputs or function.equal_output(path)) and not is_per_rank_leaf(path)
-        for path, number in zip(outs, numbers, strict=True)
+        for path, number in zip(paths_of(tree), numbers, strict=True)
     ]
 
 
+def _is_reference(x: ArrayLike) -> bool:
+    """Return whether a captured array is a reference to one, as `jax.new_ref` returns."""
+    return _jaxcompat.is_reference(getattr(x, "aval", None))
+
+
 def _from_outside(x: ArrayLike) -> str:
-    """Describe a captured array by a text that is equal on two ranks if the arrays are."""
+    """Describe a captured array by a text that is equal on two ranks if the arrays are.
+
+    The array in a reference changes, so the text has its type alone.
+    """
+    if _is_reference(x):
+        return f"a reference from outside: {x.dtype}{list(x.shape)}"
     host = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()
     return f"an array from outside: {x.dtype}{list(x.shape)} with digest {digest}"

@@ -4,7 +4,7 @@ The function is traced, analyzed and lowered (`build_program`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -23,7 +23,7 @@ from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.findings import is_checked
 from jaxmpi._consistency.mismatch import Call
-from jaxmpi._jit.analyze import ProgramFacts, analyze, paths_of
+from jaxmpi._jit.analyze import ProgramFacts, analyze, declared_outputs, paths_of
 from jaxmpi._jit.function import Function, Leaf, argument_name, checked, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.numbers import Numbers
@@ -81,8 +81,8 @@ class Program:
       captured: arrays that the function captured from outside.
       forgotten_mean: outputs that may differ after a call with equal inputs; None if there are none
         or the first call has looked at them.
-      start: the inputs whose values the ranks compare before they run the program; None if they
-        compare none, however the program looks.
+      start: the state whose values the ranks compare before they run the program, besides the
+        replicated arguments; None if they compare no values.
       numbers: the numbers that the ranks compare while they train; None if they compare none.
       batch: the indices of leaves that are a rank's rows; if these are equal on all ranks at the
         first call, all compute the same, and a warning says so.
@@ -302,16 +302,22 @@ def _build(
     """Do what `build_program` does."""
     # trace
     paths, treedef, avals = checked(function, args, kwargs, backend)
+    function = replace(
+        function,
+        replicated=function.replicated.of_call(len(args)),
+        donated=function.donated.of_call(len(args)),
+    )
     ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]
     size = backend.place.size
     if traced is not None:
-        (jaxpr, captured, parameters), tree = inline_traced(traced[0], backend.axes), traced[1]
+        found_in_trace, tree = inline_traced(traced[0], backend.axes), traced[1]
     else:
         flat = _Flat(function, args, kwargs, treedef)
-        jaxpr, captured, parameters = trace(flat, backend.axes, avals)
+        found_in_trace = trace(flat, backend.axes, avals)
         tree = flat.tree
+    jaxpr, captured, parameters, _ = found_in_trace
     # analyze
-    outs = paths_of(tree)
+    outs, declared = paths_of(tree), declared_outputs(function, tree)
     replicated = [function.replicates(path) and not is_per_rank_leaf(path) for path in ins]
     arguments = [
         f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
@@ -327,7 +333,7 @@ def _build(
             ins,
             replicated,
             outs,
-            tree,
+            declared,
             backend,
             hide_effects=hide_effects,
         )
@@ -348,12 +354,13 @@ def _build(
     # lower
     stacked = [False] * len(captured) + per_rank
     program, finish = lower.build(
-        jaxpr,
+        found_in_trace,
         found.plan,
         backend,
         stacked,
         found.entries,
         signature.fingerprint,
+        title=function.title,
         hide_effects=hide_effects,
     )
 
@@ -404,15 +411,18 @@ def _compared_inputs(
 ) -> tuple[Start | None, Numbers | None]:
     """Return the inputs whose values the ranks compare before and while they run a program.
 
-    Whether they compare any follows from the function alone, so that all ranks do the same: their
-    programs may differ in what is local.
+    Whether they compare any follows from the function and from which arguments it replicates, so
+    that all ranks do the same: their programs may differ in what is local.
     """
     if function.calls is not None or len(backend.ranks_here) == backend.place.size:
         return None, None
     carried = found.carried or CarriedState((), (), (), ())
     names = [*map(_outside, range(captured)), *arguments]
     start = None
-    if is_checked("unequal_start", function.allowed):
+    if not is_checked("unequal_start", function.allowed):
+        # What the user has declared is compared all the same (`first_call.compare_arguments`).
+        start = Start() if any(found.replicated) else None
+    else:
         start = Start(
             tuple(names[i] for i in carried.state),
             tuple(names[i] for i in carried.keys),

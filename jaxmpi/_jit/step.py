@@ -181,7 +181,7 @@ class Step:
         backend = self._backend
         assert backend is not None
         if backend.place.size == 1:
-            return self._plain
+            return self._jitted.nested  # with derivatives
         # The caller may contain other programs. Their effects keep the messages in order, on
         # transports that have effects; others refuse.
         return backend.transport.nested(

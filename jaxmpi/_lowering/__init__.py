@@ -3,6 +3,7 @@
     function -> trace -> plan -> entries -> signature  (what the ranks compare)
                                          -> explain    (a table for people)
                               -> lower, by rewrite     (what `jax.jit` compiles)
+                                 -> derivatives        (inside of another traced function)
 
 From `trace` on, a program is a jaxpr over the axis AXIS alone, in which every collective is at the
 top or in a loop: an inlined program. `_jit/analyze` calls `plan`; `_jit/program` calls `trace`,
@@ -19,5 +20,6 @@ messages        which collectives share a message, and when it is sent
 explain         messages, bytes and seconds of collectives, and the table of `explain`
 signature       the call that the ranks compare, and its details for `_consistency/mismatch`
 rewrite         the planned program with a transport's collectives instead of JAX's
+derivatives     derivative rules for a program inside of another traced function
 lower           the function that `jax.jit` compiles
 """

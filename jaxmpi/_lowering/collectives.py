@@ -9,10 +9,12 @@ its result after it.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
@@ -28,7 +30,16 @@ from jaxmpi._backends.lax_collectives import from_root
 from jaxmpi._backends.wire import LOCAL_REDUCE
 from jaxmpi._lowering.refuse import refuse, refuse_dtype, refuse_groups, refuse_names, refuse_pairs
 
-__all__ = ["Translation", "broadcast", "coordinate", "has_groups", "over_all_ranks", "translate"]
+__all__ = [
+    "Translation",
+    "broadcast",
+    "coordinate",
+    "has_groups",
+    "is_short",
+    "over_all_ranks",
+    "translate",
+    "vmap_axes",
+]
 
 
 # Collectives over named axes, as collectives over AXIS within groups
@@ -102,6 +113,7 @@ def over_all_ranks(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[j
         bound = _jaxcompat.bind(
             eqn, [x], axes=(AXIS,), axis_index_groups=_groups_for_jax(_sorted_groups(groups))
         )
+        bound = [y if y.dtype == xs[0].dtype else y.astype(xs[0].dtype) for y in bound]
     return bound
 
 
@@ -136,17 +148,27 @@ def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
     return Groups.of(divided)
 
 
+def vmap_axes(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Return the axes of a `vmap` inside that a reduction is over, too, which are numbers."""
+    return tuple(axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int))
+
+
+def is_short(dtype: np.dtype) -> bool:
+    """Return whether a dtype is that of floats of less than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
 def _reduce_vmap_axes(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """Reduce over the axes of a `vmap` inside, which are numbers."""
-    dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
-    return LOCAL_REDUCE[reduction_of(eqn)](x, dims).astype(x.dtype) if dims else x
+    """Reduce over the axes of a `vmap` inside; the sum of short floats is a float32."""
+    dims = vmap_axes(eqn)
+    return _reduce(reduction_of(eqn), dims, x) if dims else x
 
 
 def _within_one_rank(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """Carry out a collective within groups of one rank, which sends nothing."""
     op, params = op_of(eqn), eqn.params
     if op is Op.ALLREDUCE:
-        return _reduce_vmap_axes(eqn, x)
+        return _reduce_vmap_axes(eqn, x).astype(x.dtype)
     if op is Op.ALL_GATHER and not params["tiled"]:
         return lax.expand_dims(x, (params["all_gather_dimension"],))
     if op is Op.REDUCE_SCATTER and not params["tiled"]:
@@ -222,19 +244,26 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
     size = len(groups[0]) if groups else size
     if op is Op.ALLREDUCE:
         # JAX reduces over the axes of a vmap, which are numbers, in the same equation.
-        dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
-        before = partial(_reduce, reduction, dims) if dims else _identity
+        dims, x = vmap_axes(eqn), eqn.invars[0].aval
+        op_over_ranks = params.get("op", reduction)
+        if dims and op_over_ranks == "mean":  # of short floats: see `means`
+            count = prod(x.shape[dim] for dim in dims)
+            before = lambda x: _reduce(reduction, dims, x) / count
+        else:
+            before = partial(_reduce, reduction, dims) if dims else _identity
+        # The sum on this rank is in float32, so that the sum over both is rounded once.
+        after = (lambda y: y.astype(x.dtype)) if dims and is_short(x.dtype) else _identity
         # No transport orders complex numbers: gather them, and compare here.
-        if reduction != "sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):
+        if reduction != "sum" and jnp.issubdtype(x.dtype, jnp.complexfloating):
             return Translation(
                 Collective("allgather", groups=groups),
                 before,
                 lambda y: _reduce(reduction, (0,), y),
             )
         return Translation(
-            Collective("allreduce", op=params.get("op", reduction), groups=groups),
+            Collective("allreduce", op=op_over_ranks, groups=groups),
             before,
-            _identity,
+            after,
         )
     if op is Op.PERMUTE:
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
@@ -262,6 +291,9 @@ def _identity(x: Array) -> Array:
 
 
 def _reduce(reduction: str, dims: tuple[int, ...], x: Array) -> Array:
+    """Reduce over some axes of an array; the sum of short floats is a float32."""
+    if reduction == "sum" and is_short(x.dtype):
+        return jnp.sum(x, dims, dtype=jnp.float32)
     return LOCAL_REDUCE[reduction](x, dims).astype(x.dtype)
 
 

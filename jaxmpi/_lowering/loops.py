@@ -1,9 +1,8 @@
-"""Loops that communicate: with one predicate for all lanes of a `vmap`, and in one order.
+"""Loops that communicate, in one order with other messages.
 
-**Lanes.** `vmap` gives a `while_loop` a predicate with a value for each lane. When JAX lowers such
-a loop, it freezes the state of the lanes that are done; but not where the condition has ordered
-effects, as messages are (jax 0.10 to 0.12). So `with_scalar_predicate` rewrites the loop with a
-scalar predicate before JAX lowers it. `in_order` needs a scalar predicate, too.
+**Lanes.** `vmap` gives a `while_loop` a predicate with a value for each lane. `in_order` needs a
+scalar predicate, and so do messages in the condition (`_jaxcompat/lanes`). So `trace` replaces the
+loops of `batched_predicate`.
 
 **Order.** XLA's executor for CPUs starts a collective once the loop before it has started, whether
 that loop has sent its messages or not, unless the collective reads what the loop computes (jaxlib
@@ -14,11 +13,9 @@ reads a token that is computed from the results of the collectives before it, an
 the collectives after it (`Order`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
@@ -28,65 +25,18 @@ from jaxmpi._analysis.classify import involves_ranks
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._barriers import depending_on, token_of
 
-__all__ = ["Order", "batched_predicate", "in_order", "with_scalar_predicate"]
+__all__ = ["Order", "batched_predicate", "in_order"]
 
 
 # Lanes
-
-
-Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # the predicate alone, and the state
 
 
 def batched_predicate(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a communicating while_loop with a predicate for each lane."""
     if op_of(eqn) is not Op.WHILE:
         return False
-    inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])
-    return bool(inner.outvars[0].aval.shape) and any(
-        map(involves_ranks, (inner, eqn.params["body_jaxpr"]))
-    )
-
-
-def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) -> list[jax.Array]:
-    """Carry out a while_loop with a predicate for each lane until all lanes are done.
-
-    A lane that is done keeps its state.
-
-    Args:
-      params: the parameters of the `while` equation.
-      xs: its operands: constants of the condition, constants of the body, and the state.
-    """
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts, state = (
-        xs[:n_cond],
-        xs[n_cond : n_cond + n_body],
-        xs[n_cond + n_body :],
-    )
-    cond, body = (
-        _jaxcompat.as_function(params["cond_jaxpr"]),
-        _jaxcompat.as_function(params["body_jaxpr"]),
-    )
-
-    def body_of_active_lanes(carry: Carry) -> Carry:
-        (is_active,), before = carry
-        after = [
-            _where(is_active, y, x)
-            for x, y in zip(before, body(*body_consts, *before), strict=True)
-        ]
-        return cond(*cond_consts, *after), after
-
-    _, outs = lax.while_loop(
-        lambda carry: jnp.any(carry[0][0]),
-        body_of_active_lanes,
-        (cond(*cond_consts, *state), list(state)),
-    )
-    return outs
-
-
-def _where(is_active: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` in the active lanes, and `y` in the others; the lanes are the first axes."""
-    lanes = tuple(range(is_active.ndim))
-    return lax.select(lax.broadcast_in_dim(is_active, x.shape, lanes), x, y)
+    jaxprs = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    return _jaxcompat.has_lanes(eqn.params) and any(map(involves_ranks, jaxprs))
 
 
 # Order

@@ -28,56 +28,84 @@ from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective, Target
 from jaxmpi._backends.interface import Lowering, Ranks, Transport
 from jaxmpi._backends.one_process import PerRank
+from jaxmpi._lowering.derivatives import FlatFunction, with_derivatives
 from jaxmpi._lowering.plan import Entry, Plan, plan_of
 from jaxmpi._lowering.rewrite import rewrite
-from jaxmpi._lowering.trace import make_jaxpr
+from jaxmpi._lowering.trace import Traced, make_jaxpr, trace
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
 __all__ = ["build"]
 
-FlatFunction = Callable[..., list[ArrayLike]]  # from arrays to arrays
-Finish = Callable[[list[ArrayLike]], list[ArrayLike | PerRank]]  # applied to its outputs
+Finish = Callable[[Sequence[ArrayLike]], list[ArrayLike | PerRank]]  # applied to its outputs
 Lowered: TypeAlias = tuple[FlatFunction, Finish]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def build(
-    jaxpr: ClosedJaxpr,
+    traced: Traced,
     plan: Plan | None,
     backend: Ranks,
     stacked: Sequence[bool],
     entries: Sequence[Entry],
     fingerprint: int,
     *,
+    title: str,
     hide_effects: bool,
 ) -> Lowered:
     """Lower a traced program for a backend.
 
     Args:
-      jaxpr: of `trace.trace`.
+      traced: of `trace.trace`.
       plan: of the program, if it was planned for these ranks.
       backend: the ranks.
       stacked: for simulated ranks, which arguments are per-rank, with a leading axis `[size]`.
       entries: the collectives of the plan.
       fingerprint: of the program's signature; 0 where there is nothing to compare.
+      title: the name of the function, for an error.
       hide_effects: for MPI, whether to hide the effects of the messages from JAX. JAX dispatches
         every call of a function with effects through Python, at tens of microseconds for each
         array. But inside of another traced function, the effects are what keeps the messages of
-        several programs in order, and a program that is differentiated must keep them, too.
+        several programs in order, and a program that is differentiated must keep them, too. Such a
+        program has the derivatives of its function (`with_derivatives`).
 
     Returns:
       A function from arrays to arrays, and a function to apply to its outputs, such as `PerRank`.
     """
-    return backend.lower(_ProgramLowering(jaxpr, plan, stacked, entries, fingerprint, hide_effects))
+    lowering = _ProgramLowering(traced.program, plan, stacked, entries, fingerprint, hide_effects)
+    program, finish = backend.lower(lowering)
+    if hide_effects:
+        return program, finish
+
+    def derivative(
+        function: FlatFunction, types: Sequence[ShapedArray], *, compared: bool
+    ) -> FlatFunction:
+        own = trace(function, backend.axes, types)
+        none_stacked = [False] * (len(own.captured) + len(types))
+        lowered, _ = build(
+            own,
+            None,
+            backend,
+            none_stacked,
+            entries if compared else (),
+            fingerprint if compared else 0,
+            title=title,
+            hide_effects=False,
+        )
+        return lambda *xs: lowered(*own.captured, *xs)
+
+    whole = lambda *xs: finish(program(*xs))
+    return with_derivatives(
+        whole, traced.function, derivative, can_lower=not any(stacked), title=title
+    ), list
 
 
 class _ProgramLowering(Lowering[Lowered]):
     """Lowers one traced program, in the way that a transport asks for.
 
-    The arguments are those of `build`.
+    The arguments are those of `build`, with the program of `traced`.
     """
 
     def __init__(

@@ -11,9 +11,18 @@ Fusing them has two reasons:
 - Speed. Each equation reads and writes all of the memory again. A transport that sums bfloat16 in
   float32, and divides what it has just summed, does all four while the data is in the cache. So
   all four are fused, for all floats, where the transport divides.
+
+Fused conversions must not lose what the float32 in the program is for. They stay around a sum where
+the transport would round partial sums to 16 bits: these may overflow though the whole does not. A
+mean keeps its range, as it is divided before it is rounded.
+
+A sum over the ranks and an axis of `vmap` (`axes=(0, "ranks")`) begins with a sum on each rank, in
+float32 (`collectives.translate`). So its conversions stay, too; and the mean over both, of short
+floats, is one that divides by the size of that axis and the number of ranks.
 """
 
 from collections import Counter
+from math import prod
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -25,6 +34,7 @@ from jaxmpi._analysis.classify import Role, roles
 from jaxmpi._analysis.constant_sums import constant_sums
 from jaxmpi._analysis.primitives import Op, op_of, reduction_of
 from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._lowering.collectives import is_short, vmap_axes
 
 __all__ = ["fuse_means"]
 
@@ -32,7 +42,7 @@ SHORT = (jnp.bfloat16, jnp.float16)
 J = TypeVar("J", bound=AnyJaxpr)
 
 
-def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
+def fuse_means(jaxpr: J, size: int, *, transport_divides: bool, transport_rounds_once: bool) -> J:
     """Return a jaxpr with the same results, in which psum and reduce_scatter have an "op".
 
     It is "mean" where the division by the number of ranks is part of the collective, else "sum".
@@ -44,9 +54,10 @@ def fuse_means(jaxpr: J, size: int, *, transport_divides: bool) -> J:
       size: the number of ranks.
       transport_divides: whether the transport computes means of all floats; otherwise only means of
         short floats are fused.
+      transport_rounds_once: whether the transport rounds sums of 16-bit floats once, at the end.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
-    fusion = _MeanFusion(inner, size, transport_divides)
+    fusion = _MeanFusion(inner, size, transport_divides, transport_rounds_once)
     role_by_id, not_sent = roles(jaxpr), constant_sums(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in inner.eqns:
@@ -65,7 +76,9 @@ class _MeanFusion:
       removed: the ids of equations that are now part of a sum.
     """
 
-    def __init__(self, jaxpr: Jaxpr, size: int, transport_divides: bool) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, size: int, transport_divides: bool, transport_rounds_once: bool
+    ) -> None:
         self._uses: Counter[Var] = Counter()  # how often a value is an operand or a result
         self._user: dict[Var, JaxprEqn] = {}  # the last equation that uses a value
         self._source: dict[Var, JaxprEqn] = {}  # the equation that computes a value
@@ -77,6 +90,7 @@ class _MeanFusion:
                     self._user[v] = eqn
         self._uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
         self._size, self._transport_divides = size, transport_divides
+        self._transport_rounds_once = transport_rounds_once
         self.removed: set[int] = set()
 
     def fused_sum(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -84,14 +98,17 @@ class _MeanFusion:
         x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
         groups = eqn.params.get("axis_index_groups")
         size = len(groups[0]) if groups else self._size
+        dims = vmap_axes(eqn)
+        size *= prod(x.aval.shape[dim] for dim in dims)
         # the division
         after = self._only_user(y)
-        may_fuse = self._transport_divides or _is_short(y)
+        may_fuse = is_short(y.aval.dtype) or (self._transport_divides and not dims)
         if after is not None and may_fuse and _divides(after, y, size):
             self.removed.add(id(after))
             y, op = after.outvars[0], "mean"
             after = self._only_user(y)
-        if not self._transport_divides:
+        may_fuse = self._transport_divides and not dims
+        if not may_fuse or not (op == "mean" or self._transport_rounds_once):
             return eqn.replace(outvars=[y], params={**eqn.params, "op": op})
         # The conversions, if they are a pair. The first one stays where other equations use its
         # result; if none does, it is not needed any more.
@@ -109,11 +126,6 @@ class _MeanFusion:
     def _only_user(self, y: Var) -> JaxprEqn | None:
         """Return the equation that uses a value, if that is the value's only use."""
         return self._user.get(y) if self._uses[y] == 1 else None
-
-
-def _is_short(y: Var) -> bool:
-    """Return whether a value is a float of less than 32 bits."""
-    return jnp.issubdtype(y.aval.dtype, jnp.floating) and jnp.finfo(y.aval.dtype).bits < 32
 
 
 def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:

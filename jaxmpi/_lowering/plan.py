@@ -87,6 +87,7 @@ def plan_of(
     *,
     combine: bool = True,
     divides: bool | None = None,
+    rounds_once: bool = True,
     overlap: Overlap | None = None,
 ) -> Plan:
     """Return the plan of an inlined program.
@@ -99,6 +100,7 @@ def plan_of(
       combine: False where every collective is to stay a call by itself.
       divides: whether the transport computes means of all floats (`fuse_means`); None where the
         program may be differentiated later, as a fused mean has no derivative.
+      rounds_once: of the transport, as in `Target`.
       overlap: of the transport; None where all messages are carried out at once.
 
     Raises:
@@ -109,7 +111,9 @@ def plan_of(
     # they are, so that their ids stay valid.
     not_sent = constant_sums(jaxpr)
     if divides is not None:
-        jaxpr = fuse_means(jaxpr, size, transport_divides=divides)
+        jaxpr = fuse_means(
+            jaxpr, size, transport_divides=divides, transport_rounds_once=rounds_once
+        )
     inner, _ = _jaxcompat.parts(jaxpr)
     role_by_id = roles(jaxpr)
     inside: dict[int, Plan] = {}
@@ -117,7 +121,12 @@ def plan_of(
         if role_by_id.get(id(eqn)) is Role.CONTROL_FLOW:
             for inner_jaxpr in subjaxprs(eqn):
                 inside[id(inner_jaxpr)] = plan_of(
-                    inner_jaxpr, size, combine=combine, divides=divides, overlap=overlap
+                    inner_jaxpr,
+                    size,
+                    combine=combine,
+                    divides=divides,
+                    rounds_once=rounds_once,
+                    overlap=overlap,
                 )
 
     def is_sent(eqn: JaxprEqn) -> bool:

@@ -114,7 +114,8 @@ def _local(eqn: JaxprEqn, plan: Plan, target: Target, xs: list[ArrayLike]) -> li
             return _loop(eqn, plan, target, None, xs)
         case _:  # a sum of a number that all ranks know (`constant_sums`)
             translation = translate(eqn, target.size)
-            return [translation.before(xs[0]) * translation.call.count(target.size)]
+            total = translation.before(xs[0]) * translation.call.count(target.size)
+            return [translation.after(total)]
 
 
 def _start(

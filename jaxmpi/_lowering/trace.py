@@ -6,12 +6,12 @@ program = apply_exactly(inlined)     where it adds an update of `update_to`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax import lax
 from jax.core import Atom, ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
@@ -23,17 +23,44 @@ from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.collectives import broadcast, coordinate, has_groups, over_all_ranks
 from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
-from jaxmpi._lowering.loops import batched_predicate, with_scalar_predicate
+from jaxmpi._lowering.loops import batched_predicate
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 
-__all__ = ["Env", "evaluate", "inline_traced", "inlined", "is_local", "make_jaxpr", "trace"]
+__all__ = [
+    "Env",
+    "Traced",
+    "evaluate",
+    "inline_traced",
+    "inlined",
+    "is_local",
+    "make_jaxpr",
+    "trace",
+]
+
+
+class Traced(NamedTuple):
+    """A traced function.
+
+    Attributes:
+      program: the function as a program.
+      captured: the arrays that it captured from outside, which are the first arguments of the
+        program.
+      parameters: the parameters of jaxmpi's functions in it, as `text.parameters` does.
+      function: the function as it was traced, with its derivative rules.
+    """
+
+    program: ClosedJaxpr
+    captured: Sequence[ArrayLike]
+    parameters: list[tuple[str, str]]
+    function: Jaxpr
+
 
 Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # shape and dtype of an argument
 
 
 def trace(
     function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]
-) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
+) -> Traced:
     """Trace a function of flat arrays with the axes bound, and inline calls with a collective.
 
     Args:
@@ -42,10 +69,6 @@ def trace(
         returned has only AXIS.
       avals: shape and dtype of each argument.
 
-    Returns:
-      The program; the arrays that the function captured from outside, which are the first arguments
-      of the program; and the parameters of jaxmpi's functions in it, as `text.parameters` does.
-
     Raises:
       NameError, NotImplementedError, TypeError, ValueError: the function uses a collective that is
         not supported, with its source line.
@@ -53,9 +76,7 @@ def trace(
     return inline_traced(_make_jaxpr(explained(function, axes), axes, avals), axes)
 
 
-def inline_traced(
-    traced: ClosedJaxpr, axes: Mapping[str, int]
-) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
+def inline_traced(traced: ClosedJaxpr, axes: Mapping[str, int]) -> Traced:
     """Inline a function that is already traced with the axes bound; return what `trace` does."""
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
@@ -70,7 +91,7 @@ def inline_traced(
         traced = make_jaxpr(
             lambda *args: _inline(inner, axes, *args, jits=updates), axes[AXIS], arguments
         )
-    return apply_exactly(traced), captured, notes
+    return Traced(apply_exactly(traced), captured, notes, inner)
 
 
 def make_jaxpr(
@@ -167,7 +188,7 @@ def _inline(
                 inside = map_subjaxprs(eqn, lambda inner: inlined(inner, axes, jits=jits))
                 if batched_predicate(eqn):
                     with _jaxcompat.at_source(eqn):
-                        return with_scalar_predicate({**eqn.params, **inside}, xs)
+                        return _jaxcompat.with_scalar_predicate({**eqn.params, **inside}, xs)
                 return _jaxcompat.bind(eqn, xs, **inside)
             case Role.BROADCAST:
                 with _jaxcompat.at_source(eqn):

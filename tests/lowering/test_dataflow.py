@@ -16,6 +16,7 @@ from jax import lax
 import jaxmpi
 from jaxmpi._analysis.control_slice import control_equations
 from jaxmpi._analysis.dataflow import Analysis, propagate, slice_of
+from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._analysis.primitives import Op
 from jaxmpi._lowering.trace import trace
 from jaxmpi.testing import run_ranks
@@ -187,8 +188,13 @@ def reference_written_by_a_predicate(x, y):
     return ref[...]
 
 
+def barrier(x, y):
+    return lax.optimization_barrier((y, x))[1]
+
+
 DIFFERENT = [
     plain,
+    barrier,
     by_rank,
     scan_carry,
     scan_carry_at_the_end,
@@ -235,6 +241,10 @@ def gathered(x, y):
     return lax.all_gather(x, R).sum(0)
 
 
+def beside_another_in_a_barrier(x, y):
+    return lax.optimization_barrier((x, y))[1]
+
+
 def branch_of_means(x, y):
     return lax.cond(y[0] < 100, lambda m: m, lambda m: y, lax.pmean(x, R))
 
@@ -262,6 +272,7 @@ SAME = [
     mean,
     scan_of_means,
     gathered,
+    beside_another_in_a_barrier,
     branch_of_means,
     overwritten_reference,
     reference_before_it_is_written,
@@ -310,6 +321,24 @@ def test_jit_refuses_a_collective_in_a_branch_whose_predicate_may_differ_and_no_
             declared(x, Y)
 
 
+@run_ranks(2)
+def test_the_gradient_of_a_checkpoint_may_have_the_branch_that_its_value_has():
+    """A barrier is around all operands of the backward pass, and the predicate is one of them."""
+
+    def loss(block, p, flag, x):
+        return block(lambda p, flag, x: branch_on(flag, jnp.sin(p * x)))(p, flag, x).sum()
+
+    def branch_on(flag, h):
+        return lax.cond(flag, lambda h: lax.pmean(h, R), lambda h: h, h)
+
+    p, x = jnp.ones(2), X[jaxmpi.rank()]
+    plain, saving = (
+        jaxmpi.jit(jax.grad(partial(loss, block)), replicated_argnums=(0, 1))(p, True, x)
+        for block in (lambda fun: fun, jax.checkpoint)
+    )
+    np.testing.assert_allclose(plain, saving, rtol=1e-6)
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 
@@ -350,6 +379,18 @@ def test_propagate_visits_every_equation_once_with_its_final_facts():
     # c * y: in the first iteration c is the input 0, later it depends on y, too
     (product,) = [results for eqn, results, _ in seen if eqn.primitive is lax.mul_p]
     assert product == [{0, 1}]
+
+
+def test_a_jaxpr_that_calls_share_is_visited_once():
+    """Else the time is exponential in the depth of functions that call the next one twice."""
+    fun, depth = jax.jit(lambda x: jnp.sin(x) * 2), 12
+    for _ in range(depth):
+        fun = jax.jit(lambda x, fun=fun: fun(fun(x)) + 1.0)
+    jaxpr, visited = jax.make_jaxpr(fun)(1.0), []
+    visit = lambda eqn, operands, results, control: visited.append(eqn)
+    assert propagate(SOURCES, jaxpr, [frozenset({0})], visit) == [{0}]
+    assert len(visited) <= 3 * depth + 3
+    assert len([*equations(jaxpr)]) == len(visited)
 
 
 def test_propagate_visits_with_the_predicates_around_an_equation():
@@ -422,7 +463,7 @@ def test_control_equations_of_a_long_chain_do_not_recurse(layers):
             x = lax.sin(x) * 2
         return lax.cond(lax.psum(x, R) > 1, lambda x: lax.psum(x, R), lambda x: x, x)
 
-    jaxpr, _, _ = trace(lambda x: [program(x)], {R: 2}, [jax.ShapeDtypeStruct((), jnp.float32)])
+    jaxpr, *_ = trace(lambda x: [program(x)], {R: 2}, [jax.ShapeDtypeStruct((), jnp.float32)])
     assert control_equations(jaxpr)
 
 
@@ -432,7 +473,7 @@ def test_control_equations_of_a_long_chain_do_not_recurse(layers):
 def _text(program, *shapes):
     """Return the text of the control slice of a program of float32 arrays of these shapes."""
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    jaxpr, _, _ = trace(lambda *xs: [program(*xs)], {R: 2}, avals)
+    jaxpr, *_ = trace(lambda *xs: [program(*xs)], {R: 2}, avals)
     return [line.text for line in control_equations(jaxpr)]
 
 
