@@ -2,7 +2,10 @@
 
 An output counts as the next value of an input if it has the same path, shape and dtype, and depends
 on the input, in whatever form: p - lr·g, 0.99·p + 0.01·g, p·exp(-lr·g), p / |p|, a history that is
-shifted. It is checked in two steps:
+shifted. A gradient does not count, although it has the path of a parameter and depends on it: it
+does so through the equations of a backward pass alone, and a next value does not.
+
+It is checked in two steps:
 
 1. when the program is traced, `DivergenceCheck.find` selects the outputs that may differ between
    the ranks although their inputs are equal;
@@ -15,7 +18,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
@@ -24,7 +27,7 @@ from jaxmpi._analysis.replication import may_vary
 from jaxmpi._analysis.text import Text
 from jaxmpi._consistency.findings import Finding
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._leaves import is_key, leaf_name
+from jaxmpi._leaves import is_key, leaf_name, output_name
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["DivergenceCheck", "Pair", "pairs"]
@@ -39,12 +42,12 @@ class Pair(NamedTuple):
     Attributes:
       source: the index of the input, arrays from outside included.
       output: the index of the output.
-      name: the name of the output, for the warning.
+      path: the path of the output, for the warning.
     """
 
     source: int
     output: int
-    name: str
+    path: KeyPath
 
 
 class DivergenceCheck:
@@ -73,7 +76,7 @@ class DivergenceCheck:
         varies = may_vary(jaxpr, differs, constants=False, marked=False)
         if not any(varies[pair.output] for pair in candidates):
             return None
-        # Of these, which depend on their input?
+        # Of these, which depend on their input, other than as a gradient does?
         sources = propagate(SOURCES, jaxpr, [frozenset({i}) for i in range(count)])
         found: list[Pair] = []
         for pair in candidates:
@@ -95,11 +98,14 @@ class DivergenceCheck:
           equal: which inputs, arrays from outside first, were equal on all ranks in the call.
         """
         varies = may_vary(self._jaxpr, [not same for same in equal], constants=False, marked=False)
-        names: list[str] = []
+        paths: list[KeyPath] = []
         for pair in self._pairs:
-            if equal[pair.source] and varies[pair.output] and pair.name not in names:
-                names.append(pair.name)
-        return Finding("forgotten_mean", self._title, names).warning() if names else ""
+            if equal[pair.source] and varies[pair.output] and pair.path not in paths:
+                paths.append(pair.path)
+        if not paths:
+            return ""
+        names = [output_name(paths[0]), *map(leaf_name, paths[1:])]
+        return Finding("forgotten_mean", self._title, names).warning()
 
 
 def pairs(
@@ -126,7 +132,7 @@ def pairs(
             for source in inputs.get(key, []):
                 aval = inner.invars[source].aval
                 if (aval.shape, aval.dtype) == (v.aval.shape, v.aval.dtype):
-                    found.append(Pair(source, output, leaf_name(path)))
+                    found.append(Pair(source, output, path))
     return found
 
 
@@ -166,11 +172,26 @@ def _keys(path: KeyPath) -> list[Hashable]:
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
 
 
-# Analysis: the inputs that a value depends on
+# Analysis: the inputs that a value depends on, on a path without an equation of a backward pass
 
 
 def _union(values: Sequence[Sources]) -> Sources:
     return NO_INPUT.union(*values)
 
 
-SOURCES = Analysis(bottom=NO_INPUT, join=_union, constants=NO_INPUT)
+def _local(eqn: JaxprEqn, operands: list[Sources]) -> list[Sources]:
+    return _after_inner(eqn, operands, [_union(operands)] * len(eqn.outvars))
+
+
+def _after_inner(eqn: JaxprEqn, operands: list[Sources], results: list[Sources]) -> list[Sources]:
+    """Return the sources of an equation's results: none if it belongs to a backward pass."""
+    return [NO_INPUT] * len(results) if _jaxcompat.is_transposed(eqn) else results
+
+
+SOURCES = Analysis(
+    bottom=NO_INPUT,
+    join=_union,
+    otherwise=_local,
+    after_inner=_after_inner,
+    constants=NO_INPUT,
+)

@@ -55,7 +55,7 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
         "them with one seed. Where each rank has data of its own, use jaxmpi.per_rank_batches.",
     ),
     "forgotten_mean": Assumption(
-        "output {leaves} may differ between the ranks from this call on, and was equal on all of "
+        "{leaves} may differ between the ranks from this call on, and was equal on all of "
         "them before.",
         "If it is trained, average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). If "
         "it should differ, such as a sum over the batches of a rank, put it into a "

@@ -43,6 +43,8 @@ MASK = (1 << 64) - 1
 def checksum(x: ArrayLike) -> int:
     """Return a checksum of 64 bits of the bytes of an array, at the speed of memory.
 
+    Of a reference, it is the checksum of the array that is in it.
+
     With words x_i of 64 bits, odd factors w_i and all sums modulo 2^64,
 
         y_i = x_i xor (x_i >> 29)        h_b = sum_i w_i y_i over a block of WORDS
@@ -53,6 +55,8 @@ def checksum(x: ArrayLike) -> int:
     factor; the shift keeps two words that differ in their high bits only from having a difference
     of many low zeros, with which equal low bits of two factors would do.
     """
+    if _jaxcompat.is_reference(getattr(x, "aval", None)):
+        x = x[...]
     if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
         x = x.addressable_data(0)
     if isinstance(x, jax.Array) and is_key(x):

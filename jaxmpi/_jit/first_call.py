@@ -27,7 +27,7 @@ from jaxmpi._consistency.compare import (
     has_compared_values,
     note_compared_values,
 )
-from jaxmpi._consistency.findings import Finding
+from jaxmpi._consistency.findings import Finding, is_checked
 from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
@@ -106,10 +106,10 @@ def compare_arguments(
     assert call is not None
     equal, _ = program.equal
     replicated = [name for name, same in zip(program.arguments, equal, strict=True) if same]
-    if has_compared_values(backend, call.fingerprint) or not (program.start or replicated):
+    if has_compared_values(backend, call.fingerprint) or program.start is None:
         return {}
     # Checksums take time, so compute only those that are compared below.
-    start = program.start or Start()
+    start = program.start
     inputs = program.inputs(leaves)
     sums: dict[str, int] = {}
     for name in (*replicated, *start.state, *start.keys, *start.with_equal_keys):
@@ -200,7 +200,8 @@ def _compare_without_waiting(program: Program, leaves: Sequence[Leaf]) -> None:
     Another rank may have called this function before, so no rank waits.
     """
     exchange, start = session.neighbors(), program.start
-    if exchange is None or start is None:
+    is_wanted = is_checked("unequal_start", program.function.allowed)
+    if exchange is None or start is None or not is_wanted:
         return
     inputs, sums = program.inputs(leaves), {}
     for name in (*start.state, *start.keys, *start.with_equal_keys):

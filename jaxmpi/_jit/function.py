@@ -44,10 +44,20 @@ _aval = attrgetter("aval")
 
 
 class Arguments(NamedTuple):
-    """Some of a function's arguments, by position and by name."""
+    """Some of a function's arguments, by position and by name.
+
+    A position may be negative if the function takes `*args`, and counts from the end of a call's.
+    """
 
     nums: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
+
+    def of_call(self, count: int) -> "Arguments":
+        """Return the same arguments of a call with `count` positional ones: none is negative."""
+        if not any(i < 0 for i in self.nums):
+            return self
+        nums = {i + count if i < 0 else i for i in self.nums}
+        return Arguments(frozenset(nums), self.names)
 
     def contain(self, path: KeyPath) -> bool:
         """Return whether the leaf of (args, kwargs) at this path is in one of these arguments."""
@@ -105,9 +115,10 @@ class Function:
         """Return the arguments with None instead of static ones."""
         if not self.static.names and not self.static.nums:
             return args, kwargs
+        nums, names = self.static.of_call(len(args))
         return (
-            tuple(None if i in self.static.nums else arg for i, arg in enumerate(args)),
-            {name: None if name in self.static.names else arg for name, arg in kwargs.items()},
+            tuple(None if i in nums else arg for i, arg in enumerate(args)),
+            {name: None if name in names else arg for name, arg in kwargs.items()},
         )
 
     def with_arrays(
@@ -119,12 +130,10 @@ class Function:
         """Return `(args, kwargs)` with those that are not static replaced by `dynamic`."""
         arrays, named_arrays = dynamic
         both = enumerate(zip(args, arrays, strict=True))
+        nums, names = self.static.of_call(len(args))
         return (
-            tuple(old if i in self.static.nums else new for i, (old, new) in both),
-            {
-                name: kwargs[name] if name in self.static.names else new
-                for name, new in named_arrays.items()
-            },
+            tuple(old if i in nums else new for i, (old, new) in both),
+            {name: kwargs[name] if name in names else new for name, new in named_arrays.items()},
         )
 
     def leaves(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[Leaf]:
@@ -136,7 +145,8 @@ class Function:
     ) -> tuple[object, ...]:
         """Return a key that is equal for two calls with the same structure and the same program.
 
-        It has the shapes, dtypes and weak types of the leaves, and the values of static arguments.
+        It has the shapes, dtypes and weak types of the leaves, the configuration of JAX on which a
+        trace depends, such as the default precision, and the values of static arguments.
         JAX returns the same `aval` object for arrays of one type, so comparing two keys is usually
         comparing identities.
 
@@ -147,13 +157,14 @@ class Function:
             avals = list(map(_aval, leaves))
         except AttributeError:  # NumPy arrays and numbers
             avals = [x.aval if isinstance(x, jax.Array) else _host_type(x) for x in leaves]
-        x64 = jax.config.jax_enable_x64
+        context = _jaxcompat.trace_context()
         if not self.static.names and not self.static.nums:
-            return avals, x64
+            return avals, context
+        nums, names = self.static.of_call(len(args))
         values: list[tuple[int | str, object]] = [
-            (i, arg) for i, arg in enumerate(args) if i in self.static.nums
+            (i, arg) for i, arg in enumerate(args) if i in nums
         ]
-        values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
+        values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in names]
         for which, value in values:
             try:
                 hash(value)
@@ -163,7 +174,7 @@ class Function:
                     f"{type(value).__name__}, which is not hashable. Pass a tuple, or make it an "
                     "array argument."
                 ) from error
-        return avals, x64, [(which, type(value), value) for which, value in values]
+        return avals, context, [(which, type(value), value) for which, value in values]
 
 
 def title_of(fun: Callable[..., object]) -> str:
@@ -176,7 +187,11 @@ def title_of(fun: Callable[..., object]) -> str:
 def choose_arguments(
     fun: Callable[..., PyTree], nums: int | Iterable[int] | None, names: str | Iterable[str] | None
 ) -> Arguments:
-    """Return arguments by position and by name, each inferred from the other as in `jax.jit`."""
+    """Return arguments by position and by name, each inferred from the other as in `jax.jit`.
+
+    Negative positions are counted from the end of the parameters; of a function that takes `*args`
+    they remain, as only a call tells how many there are.
+    """
     nums = {nums} if isinstance(nums, int) else set(nums or ())
     names = {names} if isinstance(names, str) else set(names or ())
     if not nums and not names:
@@ -191,7 +206,8 @@ def choose_arguments(
         if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
     positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    nums = {i + positional if i < 0 else i for i in nums}
+    if not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        nums = {i + positional if i < 0 else i for i in nums}
     names |= {either[i] for i in nums if i in either}
     nums |= {i for i, name in either.items() if name in names}
     return Arguments(frozenset(nums), frozenset(names))

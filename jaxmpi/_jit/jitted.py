@@ -12,6 +12,7 @@ import jax
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency import compare
+from jaxmpi._jit.analyze import declared_outputs
 from jaxmpi._jit.compile_once import shares
 from jaxmpi._jit.function import Function, checked
 from jaxmpi._jit.program import Program, build_program, refuse_nan_search, watched
@@ -90,6 +91,7 @@ class Jitted:
         checked(function, args, kwargs, backend)
         with axes:
             stage = self._local.trace(*args, **kwargs)
+        declared_outputs(function, stage.out_tree)  # raises what it raises on several ranks
         jaxpr = _jaxcompat.closed(stage)
         if jaxpr is not None and is_local(jaxpr):
             return stage

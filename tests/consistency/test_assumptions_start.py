@@ -334,6 +334,31 @@ def test_state_is_compared_again_after_a_restore():
 
 
 @run_ranks(2)
+def test_the_array_in_a_reference_is_state():
+    def make(momentum):
+        m = jax.new_ref(momentum)
+
+        def step(p, x):
+            m[...] = 0.5 * m[...] + jax.lax.pmean(p * x, jaxmpi.AXIS)
+            return p - m[...]
+
+        return step
+
+    p, x = jnp.ones(3), jnp.full(3, 1.0 + jaxmpi.rank())
+    step = jaxmpi.jit(make(jnp.zeros(3)))
+    np.testing.assert_allclose(step(p, x), 1 - 1.5)
+    np.testing.assert_allclose(step(p, x), 1 - (0.75 + 1.5))
+    # what is written into it may differ, so it is not known to be equal
+    declared = jaxmpi.jit(make(jnp.zeros(3)), replicated_argnums=0, replicated_outnums=0)
+    with pytest.raises(ValueError, match="uses a reference from outside, which counts as"):
+        declared(p, x)
+    as_in_a_new_job()
+    unequal = jaxmpi.jit(make(jnp.zeros(3) + (jaxmpi.rank() == last())))
+    with pytest.raises(jaxmpi.RankMismatchError, match="array 0 from outside differ"):
+        unequal(p, x)
+
+
+@run_ranks(2)
 @pytest.mark.parametrize("jit", [jaxmpi.jit, jaxmpi.pmap])
 def test_allow_lets_state_differ(jit):
     tx = jaxmpi.distributed(optax.sgd(0.1))

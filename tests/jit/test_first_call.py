@@ -262,6 +262,38 @@ def test_a_step_that_is_right_is_not_warned_of(name):
     assert called(jaxmpi.jit(make(tx)), tx) == [[], [], []]
 
 
+def clipped_gradients(params, x):
+    grads = jax.lax.map(lambda x: jax.grad(loss)(params, x[None]), x)
+    return jax.tree.map(lambda g: jnp.clip(g.mean(0) / 2, -1, 1), grads)
+
+
+@run_ranks(2)
+@pytest.mark.parametrize("name", ["loss and gradients", "clipped gradients"])
+def test_the_gradients_of_a_split_step_are_not_warned_of(name):
+    """They have the paths of the parameters, but are not the next ones."""
+    apply = jaxmpi.jit(
+        lambda params, grads: jax.tree.map(
+            lambda p, g: p - 0.1 * g, params, jaxmpi.tree_allreduce(grads)
+        )
+    )
+
+    def step():
+        if name == "clipped gradients":
+            grads = jaxmpi.jit(clipped_gradients)(start(), batch())
+        else:
+            _, grads = jaxmpi.jit(jax.value_and_grad(loss))(start(), batch())
+        apply(start(), grads)
+
+    assert not noted(step)
+
+
+@run_ranks(2)
+def test_the_output_of_a_function_of_one_is_named_as_such():
+    step = jaxmpi.jit(lambda p, x: p - 0.1 * x)
+    (said,) = noted(lambda: step(jnp.ones(3), batch()[0, 0] * jnp.ones(3)))
+    assert said.startswith("<lambda>: the output may differ between the ranks from this call on")
+
+
 @pytest.mark.slow
 @run_ranks(2)
 def test_functions_that_carry_no_state_are_not_warned_of():
@@ -304,6 +336,21 @@ def test_arguments_that_are_named_as_replicated_are_compared_by_value_once_on_mp
 @run_ranks(2, backend="xla")
 def test_arguments_that_are_named_as_replicated_are_compared_by_value_once_on_xla():
     check_values()
+
+
+@run_ranks(2)
+@pytest.mark.parametrize("off", ["allow", "JAXMPI_CHECK"])
+def test_replicated_arguments_are_compared_before_each_program_whatever_else_is_off(off):
+    with pytest.MonkeyPatch.context() as patch:
+        if off == "JAXMPI_CHECK":
+            patch.setenv(off, "0")
+        options = {"allow": "unequal_start"} if off == "allow" else {}
+        step = jaxmpi.jit(
+            lambda p, x: jaxmpi.tree_allreduce(p * x), replicated_argnums=0, **options
+        )
+        step(jnp.ones(2), jnp.ones(2))
+        with pytest.raises(jaxmpi.RankMismatchError, match="is named in replicated_argnums"):
+            step(jnp.ones(3) + jaxmpi.rank(), jnp.ones(3))
 
 
 @run_ranks(2)

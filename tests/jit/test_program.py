@@ -208,6 +208,56 @@ def test_another_precision_is_another_program():
     assert step(np.ones(2)).dtype == np.float32
 
 
+def check_configuration():
+    traced = []
+
+    def local(x):
+        traced.append(jax.config.jax_default_matmul_precision)
+        return x @ x
+
+    for fun in (local, lambda x: lax.psum(local(x), R)):
+        step, x = jaxmpi.jit(fun), np.ones((2, 2), np.float32)
+        traced.clear()
+        for _ in range(2):
+            step(x)
+            with jax.default_matmul_precision("highest"):
+                step(x)
+        assert traced == [None, "highest"]
+
+
+@run_ranks(1, 2)
+def test_another_configuration_is_another_program():
+    check_configuration()
+
+
+@run_ranks(2, backend="xla")
+def test_another_configuration_is_another_program_on_xla():
+    check_configuration()
+
+
+@run_ranks(1, 2)
+def test_positions_that_are_not_there_are_refused():
+    message = "has {}, and .* 2. Name positions from 0 to 1"
+    for fun in (lambda a, b: (a, b), lambda a, b: (lax.psum(a, R), b)):
+        for call in (lambda step: step(X, X), lambda step: step.lower(X, X)):
+            with pytest.raises(ValueError, match="replicated_outnums " + message.format(5)):
+                call(jaxmpi.jit(fun, replicated_outnums=5))
+            with pytest.raises(ValueError, match="replicated_argnums " + message.format(2)):
+                call(jaxmpi.jit(fun, replicated_argnums=2))
+
+
+@run_ranks(1, 2)
+def test_a_negative_position_counts_from_the_end_of_a_call_with_any_number_of_arguments():
+    def last(first, *rest):
+        return rest[-1] * 2
+
+    for args in ((X, X), (X, X, X)):
+        step = jaxmpi.jit(last, replicated_argnums=-1, replicated_outnums=0)
+        assert float(step(*args)) == 2.0
+    scaled = jaxmpi.jit(lambda x, *rest: lax.psum(x, R) * len(rest[-1]), static_argnums=-1)
+    assert float(scaled(X, X, "ab")) == 2.0 * jaxmpi.size()
+
+
 @run_ranks(1, 2)
 def test_without_jit():
     step = jaxmpi.jit(lambda x: lax.psum(x, R) + 1)
