@@ -1,8 +1,9 @@
 #include "message_queue.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -26,7 +27,21 @@ std::exception_ptr error_of(const char* text) {
   return std::make_exception_ptr(std::runtime_error(text));
 }
 
+// Whether the queue is open, and whether this process is a forked child of one in which it was. A
+// handler of forks sets the second, because a message that asked for the process's number would
+// make a system call.
+std::atomic<bool> is_open = false, is_forked = false;
+
+bool forked() { return is_forked.load(std::memory_order_relaxed); }
+
 }  // namespace
+
+void MessageQueue::open() {
+  static const int refused =
+      pthread_atfork(nullptr, nullptr, [] { is_forked = is_forked || is_open; });
+  if (refused) throw std::bad_alloc();
+  is_open = true;
+}
 
 // The order
 
@@ -58,7 +73,6 @@ MessageQueue::Handle MessageQueue::add(Kind kind, size_t transport, std::functio
   if (kind != Kind::AtOnce && !runs_[thread]) {
     std::thread([this, kind] { run_thread(kind); }).detach();
     runs_[thread] = true;
-    pid_ = getpid();
   }
   const auto message = std::make_shared<Message>(Message{kind, transport, std::move(carry)});
   messages_.push_back(message);
@@ -150,6 +164,7 @@ void MessageQueue::close() {
   messages_.clear();
   started_.clear();
   ahead_.clear();
+  is_open = false;
 }
 
 // The threads
@@ -174,9 +189,7 @@ void MessageQueue::run_thread(Kind kind) {
   }
 }
 
-bool MessageQueue::forked() const { return pid_ != 0 && pid_ != getpid(); }
-
-void MessageQueue::check_not_forked() const {
+void MessageQueue::check_not_forked() {
   if (forked())
     throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
 }

@@ -36,10 +36,7 @@
 // are dropped.
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -54,13 +51,18 @@
 
 namespace jaxmpi {
 
-// A forked child of the process has its memory and not the threads: it cannot communicate, and must
-// neither wait for a message nor take the mutex, which a thread may have held at the fork. There,
-// what waits or asks for a message throws, and the rest does nothing.
+// A forked child of the process shares the memory of the node with it, and would communicate in its
+// place: the other ranks would take what the child sends for what the rank sends. And the child has
+// not the threads, one of which may have held the mutex at the fork. So from `open` to `close`, what
+// waits or asks for a message throws in a child, before it takes the mutex, and the rest does
+// nothing.
 class MessageQueue {
  public:
   // Where a program has the arrays of a started message.
   using Memory = std::vector<const void*>;
+
+  // Let no child that this process forks from now on communicate. There is one queue in a process.
+  void open();
 
   // Carry out a message at once, on this thread, by run(). Throw what it throws, or a failure of a
   // message that it waits for.
@@ -132,8 +134,7 @@ class MessageQueue {
   Handle begin_at_once(size_t transport);
   void end_at_once(const Handle& message);
 
-  bool forked() const;
-  void check_not_forked() const;
+  static void check_not_forked();
   Handle add(Kind kind, size_t transport, std::function<void()> carry);
   void run_thread(Kind kind);
   Handle next(Kind kind) const;
@@ -159,7 +160,6 @@ class MessageQueue {
   std::array<std::condition_variable, 2> may_begin_;
   std::array<bool, 2> runs_ = {};  // whether there is such a thread
   std::condition_variable ended_;  // for the program: a message has
-  std::atomic<pid_t> pid_ = 0;     // of the process that has the threads; 0: none yet
 };
 
 }  // namespace jaxmpi

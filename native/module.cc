@@ -52,6 +52,7 @@ size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, 
   }
   job::transports.push_back(std::make_unique<Transport>(
       Topology(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
+  job::queue.open();
   return job::transports.size() - 1;
 }
 
