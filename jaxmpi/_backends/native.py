@@ -11,7 +11,7 @@ the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first or
 """
 
 import math
-import random
+import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -129,7 +129,7 @@ class Native(MpiTransport):
         self._opened.open(self._programs, ())
         self.description = ", ".join(filter(None, ["transport native", self._opened.description]))
         # a number that was restored from a checkpoint of another job is none of this job's
-        native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))
+        native.count_ahead_from(self._programs.bcast(secrets.randbits(62)))
 
     @property
     def size(self) -> int:
