@@ -144,6 +144,15 @@ void MessageQueue::raise(size_t transport) {
   }
 }
 
+void MessageQueue::wait_for_all() {
+  if (forked()) return;
+  Lock lock(mutex_);
+  ended_.wait(lock, [this] {
+    return std::all_of(messages_.begin(), messages_.end(),
+                       [](const Handle& message) { return message->state == State::Ended; });
+  });
+}
+
 void MessageQueue::close() {
   if (forked()) return;
   Lock lock(mutex_);
@@ -243,6 +252,16 @@ void MessageQueue::wait(const Memory& memory) {
   throw std::logic_error(
       "XLA has moved an array while it was on its way. Set JAXMPI_OVERLAP=0, and report it to "
       "jaxmpi");
+}
+
+void MessageQueue::end_started() {
+  if (forked()) return;
+  Lock lock(mutex_);
+  ended_.wait(lock, [this] {
+    return std::all_of(started_.begin(), started_.end(), [](const Started& started) {
+      return started.message->state == State::Ended;
+    });
+  });
 }
 
 void MessageQueue::forget_started() {

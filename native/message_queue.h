@@ -53,8 +53,8 @@ namespace jaxmpi {
 
 // A forked child of the process shares the memory of the node with it, and would communicate in its
 // place: the other ranks would take what the child sends for what the rank sends. And the child has
-// not the threads, one of which may have held the mutex at the fork. So from `open` to `close`, what
-// waits or asks for a message throws in a child, before it takes the mutex, and the rest does
+// not the threads, one of which may have held the mutex at the fork. So from `open` to `close`,
+// what waits or asks for a message throws in a child, before it takes the mutex, and the rest does
 // nothing.
 class MessageQueue {
  public:
@@ -79,11 +79,17 @@ class MessageQueue {
   }
 
   // Start a message that carry() carries out. Until its wait returns, the memory belongs to it.
+  // Where the program fails before that, XLA frees the memory, and tells nobody: what makes a
+  // program fail calls `end_started` first.
   void start(size_t transport, std::function<void()> carry, Memory memory);
 
   // Wait for the oldest started message that nobody has waited for; throw its failure. `memory` is
   // where the program has its arrays now: XLA must not have moved them.
   void wait(const Memory& memory);
+
+  // Wait until the started messages have ended, in a program that is about to fail. They are
+  // carried out, and not dropped: the other ranks have started them, too, or have failed before.
+  void end_started();
 
   // Drop the started messages that nobody has waited for, once the one in progress has ended.
   void forget_started();
@@ -100,6 +106,10 @@ class MessageQueue {
   // Wait for a message sent ahead, and copy its results to the arrays' `out`; throw its failure.
   // Return false where there is none of this number: then there is none on the other ranks either.
   bool take(int64_t number, const std::vector<Array>& arrays);
+
+  // Wait until all messages have ended, those that nobody takes, too, and their failures. This rank
+  // may leave, and MPI may end, only then.
+  void wait_for_all();
 
   // Throw a failure of a message of this transport that the program has not got yet.
   void raise(size_t transport);

@@ -22,7 +22,7 @@ __all__ = [
     "sources_digest",
 ]
 
-INTERFACE = 12  # what this Python code calls; the extension exports the number it was built with
+INTERFACE = 13  # what this Python code calls; the extension exports the number it was built with
 ROOT = Path(__file__).parents[2]  # the folder of the sources, in an editable install
 
 
@@ -87,6 +87,10 @@ class Extension(Protocol):
     ) -> None: ...
 
     def count_ahead_from(self, first: int) -> None: ...
+
+    def end_started(self) -> None: ...
+
+    def wait_for_all(self) -> None: ...
 
     def on_mismatch(self, handler: Callable[[int, int, int], str]) -> None: ...
 
