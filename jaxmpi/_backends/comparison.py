@@ -166,6 +166,10 @@ class MpiTransport(Transport):
         """
 
     @abstractmethod
+    def wait_for_all(self) -> None:
+        """Wait until all messages have ended, those that no program waits for, too."""
+
+    @abstractmethod
     def monitored(self, is_in_program: Callable[[], bool]) -> None:
         """Hear from the monitor, ten times a second, whether this rank is in a program.
 

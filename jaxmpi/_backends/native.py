@@ -314,11 +314,16 @@ class Native(MpiTransport):
     def monitored(self, is_in_program: Callable[[], bool]) -> None:
         """Do nothing: only the monitor ends the job for a long wait."""
 
+    def wait_for_all(self) -> None:
+        """Wait until all messages have ended, those that were sent ahead, too."""
+        self.native.wait_for_all()
+
     def close(self) -> None:
         """Free the communicators, and the shared memory."""
+        # first what communicates: a thread may be in a message that was sent ahead
+        self._opened.close()
         for comm in (self._programs, *self._communicators.values()):
             comm.Free()
-        self._opened.close()
 
 
 class InlineComparison(Comparison):

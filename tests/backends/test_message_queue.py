@@ -338,3 +338,32 @@ def test_a_closed_job_ends_what_waits_in_its_queue(waits):
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(SCRIPT), waits]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0 and done.stdout.count("ended on") == 2, done.stdout + done.stderr
+
+
+LEFT_AHEAD = Path(__file__).with_name("left_ahead_script.py")
+
+
+def end_with_messages_ahead(case, **environ):
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(LEFT_AHEAD), case]
+    environ = {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+
+
+@pytest.mark.parametrize(
+    ("case", "environ"),
+    [
+        ("script", {}),
+        pytest.param("script", {"JAXMPI_NODE_RANKS": "1"}, marks=pytest.mark.slow),
+        pytest.param("finalize", {"JAXMPI_NODE_RANKS": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_ends_well_with_messages_that_nobody_takes(case, environ):
+    done = end_with_messages_ahead(case, **environ)
+    assert done.returncode == 0 and done.stdout.count("ended on") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_without_a_message_ahead_ends_the_job():
+    done = end_with_messages_ahead("missing")
+    assert done.returncode, done.stdout + done.stderr
+    assert "rank 1 has exited while this rank waits for it in" in done.stderr, done.stderr

@@ -338,7 +338,9 @@ class Monitor:
         """Wait until every rank has come to its end; tell the next rank when that takes long."""
         if self._leaving.is_set():
             return
-        self.backend.finish()
+        # Meanwhile the monitor's thread runs: it ends the job if a message waits for a rank that
+        # has left. Then all messages are counted in what this rank tells the next one.
+        self.backend.finish_all()
         for call in self.at_end:
             self._call(call, "the end")
         # This thread polls from here on, so the monitor's thread has to end first.
