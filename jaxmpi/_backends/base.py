@@ -121,6 +121,8 @@ class Overlap(NamedTuple):
     # in traced code; whether it is one of several buckets, and the first message that is started
     # before any is waited for
     start: Callable[[Collective, Sequence[jax.Array], bool, bool], Started]
+    # waits until the started messages have ended, in a program that is about to fail
+    end_started: Callable[[], None] = lambda: None
     # where messages may be on their way from one call of a program to the next
     send_ahead: SendAhead | None = None
     take: Take | None = None

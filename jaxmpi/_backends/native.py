@@ -258,7 +258,14 @@ class Native(MpiTransport):
         if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):
             return None
         ahead = (self._send_ahead, self._take) if self._concurrent and host else ()
-        return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
+        return Overlap(
+            tuning.small_bytes,
+            tuning.bucket_bytes,
+            self.connects,
+            self._start,
+            self.native.end_started,
+            *ahead,
+        )
 
     def _start(
         self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool
