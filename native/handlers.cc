@@ -354,7 +354,7 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
     }
     const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
     const int64_t sent = queue.send_ahead(
-        call.group, arrays, rows,
+        call.group, call.fingerprint, arrays, rows,
         [operation, &transport, group = call.group,
          fingerprints = fingerprints_of(call.group, call.fingerprint)](std::vector<Array> copies) {
           carry_out(transport, group, fingerprints, bytes_of(copies), [&](auto begin) {

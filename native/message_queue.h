@@ -100,8 +100,8 @@ class MessageQueue {
 
   // Send copies of the arrays' `in` ahead, and return the number of the message, which is the same
   // on all ranks. carry(arrays) carries it out. Each result has `rows` rows as large as the array.
-  int64_t send_ahead(size_t transport, const std::vector<Array>& arrays, int64_t rows,
-                     std::function<void(std::vector<Array>)> carry);
+  int64_t send_ahead(size_t transport, int64_t fingerprint, const std::vector<Array>& arrays,
+                     int64_t rows, std::function<void(std::vector<Array>)> carry);
 
   // Wait for a message sent ahead, and copy its results to the arrays' `out`; throw its failure.
   // Return false where there is none of this number: then there is none on the other ranks either.
@@ -135,6 +135,7 @@ class MessageQueue {
   };
   struct Sent {
     Handle message;
+    int64_t fingerprint;
     int64_t rows;
     std::vector<Array> arrays;
     std::shared_ptr<char> copies;  // of the operands, and room for the results
@@ -155,6 +156,7 @@ class MessageQueue {
   void wake();
   void wait_for(Lock& lock, const Handle& message);
   void forget_started(Lock& lock);
+  std::map<int64_t, Sent>::iterator surplus(int64_t fingerprint);
   void drop(const std::exception_ptr& failure);
   [[noreturn]] void fail(const std::exception_ptr& failure);
 

@@ -306,6 +306,19 @@ def test_a_failure_of_another_transport_waits_for_its_take():
 
 
 @run_ranks(2)
+def test_messages_that_nobody_takes_are_kept_up_to_eight_of_a_place():
+    """Those that are kept are taken; the others are carried out anew, on all ranks."""
+    backend, (everyone,) = collectives(1)
+    sent, kept = 10, 8
+    numbers = [send(everyone, "alike") for _ in range(sent)]
+    others = [send(everyone, f"other {i}") for i in range(3)]
+    assert at_once(everyone) == SUM  # behind all of them
+    begun, _ = backend.native.messages()
+    assert [take(everyone, number) for number in numbers + others] == [SUM] * (sent + 3)
+    assert backend.native.messages()[0] == begun + sent - kept
+
+
+@run_ranks(2)
 def test_a_started_message_holds_up_other_transports():
     """Rank 0 has a message of a group behind one that all ranks start, and rank 1 has not.
 
