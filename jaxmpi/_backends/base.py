@@ -164,7 +164,10 @@ Explain: TypeAlias = Callable[[int, str | Message | Taken, Sequence[int]], str]
 
 
 class Event(NamedTuple):
-    """One collective of this rank, with times by `time.monotonic_ns`, None where unknown."""
+    """One collective of this rank, with times by `time.monotonic_ns`.
+
+    A time that has not come, or is unknown, is None.
+    """
 
     number: int
     fingerprint: int

@@ -62,7 +62,7 @@ class Comparison(ABC):
 
     @abstractmethod
     def events(self) -> Sequence[Event]:
-        """Return the last collectives; a time is 0 or None if it has not come or is unknown."""
+        """Return the last collectives; a time that has not come, or is unknown, is None."""
 
     @abstractmethod
     def waits(self) -> Sequence[tuple[int, int]]:

@@ -430,7 +430,11 @@ class InlineComparison(Comparison):
 
     def events(self) -> Sequence[Event]:
         """Return the last messages."""
-        return [Event(*event) for event in self._native.events()]
+        # the record has 0 for a time that has not come, or is unknown
+        return [
+            Event(number, fingerprint, sent_bytes, entered, all_entered or None, done or None)
+            for number, fingerprint, sent_bytes, entered, all_entered, done in self._native.events()
+        ]
 
     def waits(self) -> Sequence[tuple[int, int]]:
         """Return when the last waits for messages began and ended, in monotonic nanoseconds."""

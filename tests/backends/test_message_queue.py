@@ -319,6 +319,22 @@ def test_messages_that_nobody_takes_are_kept_up_to_eight_of_a_place():
 
 
 @run_ranks(2)
+def test_times_of_a_message_are_none_until_they_have_come():
+    ranks, (_, (everyone,)) = session.current("test"), collectives(1)
+    jaxmpi.barrier()
+    begun = ranks.transport.native.messages()[0]
+    time.sleep(0.5 * jaxmpi.rank())
+    number = send(everyone, "of rank 1 later")
+    while ranks.transport.native.messages()[0] == begun:
+        time.sleep(1e-3)
+    event = ranks.events()[-1]
+    assert jaxmpi.rank() or (event.all_entered_ns, event.done_ns) == (None, None)
+    assert take(everyone, number) == SUM
+    event = ranks.events()[-1]
+    assert event.entered_ns <= event.all_entered_ns <= event.done_ns
+
+
+@run_ranks(2)
 def test_a_started_message_holds_up_other_transports():
     """Rank 0 has a message of a group behind one that all ranks start, and rank 1 has not.
 
