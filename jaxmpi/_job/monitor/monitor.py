@@ -264,9 +264,10 @@ class Monitor:
         own_entered, inside = self.backend.progress()
         if inside and own_entered > entered:
             return True
-        # A compiled program counts no collectives here. Both ranks may have started it before the
-        # other one left, and this rank's may still be running. So only a program that communicates
-        # for longer than the grace time waits for the rank that left.
+        # Only the native transport counts the collectives of a compiled program. On another one,
+        # both ranks may have started it before the other one left, and this rank's may still be
+        # running. So only a program that communicates for longer than the grace time waits for the
+        # rank that left.
         if not self._communicates():
             self._waiting_since = None
             return False
