@@ -17,7 +17,8 @@ LENGTH = 3_000_000  # between nodes, such a message is in progress for a while
 
 case = sys.argv[1]
 rank = jaxmpi.init().rank
-backend, call = session.current("script").transport, Collective("allreduce", "sum")
+ranks, call = session.current("script"), Collective("allreduce", "sum")
+backend, everyone_leaves = ranks.transport, ranks.everyone_leaves
 if case == "finalize":
     # Not the transport of all ranks, on which `finalize` compares the ranks behind the messages.
     second = Groups.of([range(2)], "second")
@@ -31,8 +32,19 @@ jax.block_until_ready(send(x))  # it is compiled, so that nothing is late below 
 jaxmpi.barrier()
 if rank == 1:
     time.sleep(LATE_SECONDS)
+all_messages = backend.native.messages()[0] + 2
 for _ in range(1 if case == "missing" and rank == 1 else 2):
     jax.block_until_ready(send(x))
+
+
+def leave():
+    begun_and_ended = backend.native.messages()
+    print("leaves behind", all_messages - min(begun_and_ended), "messages", flush=True)
+    return everyone_leaves()
+
+
+if case == "script":  # `finalize` compares the ranks by one message more
+    ranks.everyone_leaves = leave
 if case == "finalize":
     jaxmpi.finalize()
 print("ended on", rank, flush=True)

@@ -389,6 +389,8 @@ def end_with_messages_ahead(case, **environ):
 def test_a_job_ends_well_with_messages_that_nobody_takes(case, environ):
     done = end_with_messages_ahead(case, **environ)
     assert done.returncode == 0 and done.stdout.count("ended on") == 2, done.stdout + done.stderr
+    if case == "script":
+        assert done.stdout.count("leaves behind 0 messages") == 2, done.stdout
 
 
 @pytest.mark.slow
