@@ -639,6 +639,7 @@ def test_an_array_before_init_on_xla_is_an_error_that_says_so():
 
 RANDOM = """
 import random
+import jax
 import numpy as np
 import jaxmpi
 
