@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 namespace jaxmpi {
 namespace {
@@ -57,8 +58,14 @@ Call::Call(const Topology& topology, const Node& node, const Operation& operatio
   // Cut each stream into chunks that fit a slot with all their rows, on cache lines where they can
   // be.
   for (const Stream& stream : streams_) {
-    const int64_t room = node_.layout().slot_bytes / (rows_in_slot * stream.item);
-    if (room < 1) throw std::runtime_error("too many ranks for the slots of the shared memory");
+    const int64_t slot_bytes = node_.layout().slot_bytes, least = rows_in_slot * stream.item;
+    const int64_t room = slot_bytes / least;
+    if (room < 1)
+      throw std::runtime_error("a chunk has " + std::to_string(slot_bytes) +
+                               " bytes, and this collective of " + std::to_string(topology.size) +
+                               " ranks needs " + std::to_string(least) +
+                               " or more. Set chunk_bytes in JAXMPI_TUNE to as many, or leave it "
+                               "out");
     const int64_t columns = room < kLine ? room : room / kLine * kLine;
     for (int64_t begin = 0; begin < stream.columns; begin += columns) {
       chunks_.push_back({&stream, {begin, std::min(begin + columns, stream.columns)}});

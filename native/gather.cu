@@ -1,4 +1,4 @@
-// One launch in place of a copy for each small array. native/gather_ptx.h is what nvcc makes of it (`make ptx`): the build of the
+// One launch in place of a copy for each small array. native/gather_ptx.h is what nvcc makes of it (`python packaging/ptx.py`): the build of the
 // extension needs no CUDA, and the driver compiles it for the GPU that is there.
 #include <cstdint>
 

@@ -164,18 +164,22 @@ std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::
   return arrays;
 }
 
-// Run the body of a handler, and return what it throws as an error of XLA.
+// Run the body of a handler, and return what it throws as an error of XLA. With the error, XLA
+// frees the arrays of the program, and so of the messages that it has started.
 template <class Body>
 ffi::Error reported(Body body) {
+  ffi::Error failure;
   try {
     body();
     return ffi::Error::Success();
   } catch (const MessageMismatch& mismatch) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      job::explain(mismatch.fingerprints, mismatch.group));
+    failure = ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                         job::explain(mismatch.fingerprints, mismatch.group));
   } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kInternal, std::string("jaxmpi: ") + error.what());
+    failure = ffi::Error(ffi::ErrorCode::kInternal, std::string("jaxmpi: ") + error.what());
   }
+  queue.end_started();
+  return failure;
 }
 
 // Carry out a message on this thread, in its turn, by run(transport, arrays, fingerprint, begin),
@@ -350,7 +354,7 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
     }
     const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
     const int64_t sent = queue.send_ahead(
-        call.group, arrays, rows,
+        call.group, call.fingerprint, arrays, rows,
         [operation, &transport, group = call.group,
          fingerprints = fingerprints_of(call.group, call.fingerprint)](std::vector<Array> copies) {
           carry_out(transport, group, fingerprints, bytes_of(copies), [&](auto begin) {

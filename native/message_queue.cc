@@ -1,8 +1,9 @@
 #include "message_queue.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -15,9 +16,11 @@
 namespace jaxmpi {
 namespace {
 
-// Messages sent ahead that are kept until a program takes them. A program may end without taking
-// the last ones.
-constexpr size_t kMost = 64;
+// Messages sent ahead that are kept until a program takes them: all together, and those of one
+// fingerprint, which one place of one program sends. A training run may end without taking its last
+// ones, so the memory of many runs would stay. Several runs by turns have one of a fingerprint
+// each.
+constexpr size_t kMost = 64, kMostAlike = 8;
 constexpr int64_t kAlign = 64;  // bytes
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -26,7 +29,21 @@ std::exception_ptr error_of(const char* text) {
   return std::make_exception_ptr(std::runtime_error(text));
 }
 
+// Whether the queue is open, and whether this process is a forked child of one in which it was. A
+// handler of forks sets the second, because a message that asked for the process's number would
+// make a system call.
+std::atomic<bool> is_open = false, is_forked = false;
+
+bool forked() { return is_forked.load(std::memory_order_relaxed); }
+
 }  // namespace
+
+void MessageQueue::open() {
+  static const int refused =
+      pthread_atfork(nullptr, nullptr, [] { is_forked = is_forked || is_open; });
+  if (refused) throw std::bad_alloc();
+  is_open = true;
+}
 
 // The order
 
@@ -58,7 +75,6 @@ MessageQueue::Handle MessageQueue::add(Kind kind, size_t transport, std::functio
   if (kind != Kind::AtOnce && !runs_[thread]) {
     std::thread([this, kind] { run_thread(kind); }).detach();
     runs_[thread] = true;
-    pid_ = getpid();
   }
   const auto message = std::make_shared<Message>(Message{kind, transport, std::move(carry)});
   messages_.push_back(message);
@@ -130,6 +146,15 @@ void MessageQueue::raise(size_t transport) {
   }
 }
 
+void MessageQueue::wait_for_all() {
+  if (forked()) return;
+  Lock lock(mutex_);
+  ended_.wait(lock, [this] {
+    return std::all_of(messages_.begin(), messages_.end(),
+                       [](const Handle& message) { return message->state == State::Ended; });
+  });
+}
+
 void MessageQueue::close() {
   if (forked()) return;
   Lock lock(mutex_);
@@ -150,6 +175,7 @@ void MessageQueue::close() {
   messages_.clear();
   started_.clear();
   ahead_.clear();
+  is_open = false;
 }
 
 // The threads
@@ -174,9 +200,7 @@ void MessageQueue::run_thread(Kind kind) {
   }
 }
 
-bool MessageQueue::forked() const { return pid_ != 0 && pid_ != getpid(); }
-
-void MessageQueue::check_not_forked() const {
+void MessageQueue::check_not_forked() {
   if (forked())
     throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
 }
@@ -232,6 +256,16 @@ void MessageQueue::wait(const Memory& memory) {
       "jaxmpi");
 }
 
+void MessageQueue::end_started() {
+  if (forked()) return;
+  Lock lock(mutex_);
+  ended_.wait(lock, [this] {
+    return std::all_of(started_.begin(), started_.end(), [](const Started& started) {
+      return started.message->state == State::Ended;
+    });
+  });
+}
+
 void MessageQueue::forget_started() {
   if (forked()) return;
   Lock lock(mutex_);
@@ -267,7 +301,16 @@ void MessageQueue::count_from(int64_t first) {
   next_number_ = first;
 }
 
-int64_t MessageQueue::send_ahead(size_t transport, const std::vector<Array>& arrays, int64_t rows,
+// Return the oldest message that has to go before one more of this fingerprint is sent; else, end.
+std::map<int64_t, MessageQueue::Sent>::iterator MessageQueue::surplus(int64_t fingerprint) {
+  if (ahead_.size() >= kMost) return ahead_.begin();
+  const auto is_alike = [=](const auto& sent) { return sent.second.fingerprint == fingerprint; };
+  const auto alike = static_cast<size_t>(std::count_if(ahead_.begin(), ahead_.end(), is_alike));
+  return alike < kMostAlike ? ahead_.end() : std::find_if(ahead_.begin(), ahead_.end(), is_alike);
+}
+
+int64_t MessageQueue::send_ahead(size_t transport, int64_t fingerprint,
+                                 const std::vector<Array>& arrays, int64_t rows,
                                  std::function<void(std::vector<Array>)> carry) {
   check_not_forked();
   // The program may reuse its arrays at once, so the message has copies: for each array its
@@ -289,16 +332,16 @@ int64_t MessageQueue::send_ahead(size_t transport, const std::vector<Array>& arr
   Lock lock(mutex_);
   // All ranks drop the same message, because all have sent the same ones: either all find it when
   // they take its number, or none does.
-  while (ahead_.size() >= kMost) {
-    const auto [number, oldest] = *ahead_.begin();
-    wait_for(lock, oldest.message);
+  for (auto oldest = surplus(fingerprint); oldest != ahead_.end(); oldest = surplus(fingerprint)) {
+    const int64_t number = oldest->first;
+    wait_for(lock, Handle(oldest->second.message));
     ahead_.erase(number);
   }
   // The message keeps its memory: a job that ends forgets the rest while the message is in
   // progress.
   Handle message =
       add(Kind::Ahead, transport, [carry = std::move(carry), copied, copies] { carry(copied); });
-  ahead_[next_number_] = {std::move(message), rows, std::move(copied), copies};
+  ahead_[next_number_] = {std::move(message), fingerprint, rows, std::move(copied), copies};
   return next_number_++;
 }
 

@@ -36,10 +36,7 @@
 // are dropped.
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -54,13 +51,18 @@
 
 namespace jaxmpi {
 
-// A forked child of the process has its memory and not the threads: it cannot communicate, and must
-// neither wait for a message nor take the mutex, which a thread may have held at the fork. There,
-// what waits or asks for a message throws, and the rest does nothing.
+// A forked child of the process shares the memory of the node with it, and would communicate in its
+// place: the other ranks would take what the child sends for what the rank sends. And the child has
+// not the threads, one of which may have held the mutex at the fork. So from `open` to `close`,
+// what waits or asks for a message throws in a child, before it takes the mutex, and the rest does
+// nothing.
 class MessageQueue {
  public:
   // Where a program has the arrays of a started message.
   using Memory = std::vector<const void*>;
+
+  // Let no child that this process forks from now on communicate. There is one queue in a process.
+  void open();
 
   // Carry out a message at once, on this thread, by run(). Throw what it throws, or a failure of a
   // message that it waits for.
@@ -77,11 +79,17 @@ class MessageQueue {
   }
 
   // Start a message that carry() carries out. Until its wait returns, the memory belongs to it.
+  // Where the program fails before that, XLA frees the memory, and tells nobody: what makes a
+  // program fail calls `end_started` first.
   void start(size_t transport, std::function<void()> carry, Memory memory);
 
   // Wait for the oldest started message that nobody has waited for; throw its failure. `memory` is
   // where the program has its arrays now: XLA must not have moved them.
   void wait(const Memory& memory);
+
+  // Wait until the started messages have ended, in a program that is about to fail. They are
+  // carried out, and not dropped: the other ranks have started them, too, or have failed before.
+  void end_started();
 
   // Drop the started messages that nobody has waited for, once the one in progress has ended.
   void forget_started();
@@ -92,12 +100,16 @@ class MessageQueue {
 
   // Send copies of the arrays' `in` ahead, and return the number of the message, which is the same
   // on all ranks. carry(arrays) carries it out. Each result has `rows` rows as large as the array.
-  int64_t send_ahead(size_t transport, const std::vector<Array>& arrays, int64_t rows,
-                     std::function<void(std::vector<Array>)> carry);
+  int64_t send_ahead(size_t transport, int64_t fingerprint, const std::vector<Array>& arrays,
+                     int64_t rows, std::function<void(std::vector<Array>)> carry);
 
   // Wait for a message sent ahead, and copy its results to the arrays' `out`; throw its failure.
   // Return false where there is none of this number: then there is none on the other ranks either.
   bool take(int64_t number, const std::vector<Array>& arrays);
+
+  // Wait until all messages have ended, those that nobody takes, too, and their failures. This rank
+  // may leave, and MPI may end, only then.
+  void wait_for_all();
 
   // Throw a failure of a message of this transport that the program has not got yet.
   void raise(size_t transport);
@@ -123,6 +135,7 @@ class MessageQueue {
   };
   struct Sent {
     Handle message;
+    int64_t fingerprint;
     int64_t rows;
     std::vector<Array> arrays;
     std::shared_ptr<char> copies;  // of the operands, and room for the results
@@ -132,8 +145,7 @@ class MessageQueue {
   Handle begin_at_once(size_t transport);
   void end_at_once(const Handle& message);
 
-  bool forked() const;
-  void check_not_forked() const;
+  static void check_not_forked();
   Handle add(Kind kind, size_t transport, std::function<void()> carry);
   void run_thread(Kind kind);
   Handle next(Kind kind) const;
@@ -144,6 +156,7 @@ class MessageQueue {
   void wake();
   void wait_for(Lock& lock, const Handle& message);
   void forget_started(Lock& lock);
+  std::map<int64_t, Sent>::iterator surplus(int64_t fingerprint);
   void drop(const std::exception_ptr& failure);
   [[noreturn]] void fail(const std::exception_ptr& failure);
 
@@ -159,7 +172,6 @@ class MessageQueue {
   std::array<std::condition_variable, 2> may_begin_;
   std::array<bool, 2> runs_ = {};  // whether there is such a thread
   std::condition_variable ended_;  // for the program: a message has
-  std::atomic<pid_t> pid_ = 0;     // of the process that has the threads; 0: none yet
 };
 
 }  // namespace jaxmpi

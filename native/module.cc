@@ -52,6 +52,7 @@ size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, 
   }
   job::transports.push_back(std::make_unique<Transport>(
       Topology(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
+  job::queue.open();
   return job::transports.size() - 1;
 }
 
@@ -113,7 +114,7 @@ NB_MODULE(_native, m) {
       "the sources.";
   // Change the number with every change of what Python calls, and that in extension.py with it: by
   // this Python refuses an extension of another version.
-  m.attr("interface") = 12;
+  m.attr("interface") = 13;
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = handlers::ffi_version();
   m.attr("compiler") = kCompiler;
@@ -158,6 +159,14 @@ NB_MODULE(_native, m) {
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"),
         nb::arg("direct") = false, nb::arg("root") = 0);
   m.def("count_ahead_from", [](int64_t first) { job::queue.count_from(first); });
+  m.def("end_started", [] {
+    nb::gil_scoped_release release;
+    job::queue.end_started();
+  });
+  m.def("wait_for_all", [] {
+    nb::gil_scoped_release release;
+    job::queue.wait_for_all();
+  });
   m.def("on_mismatch", &set_explain);
   m.def("compare", &compare);
   m.def("calls_before", [](int64_t calls) { return job::uncompared.before(calls); });

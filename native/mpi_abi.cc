@@ -63,10 +63,12 @@ uint64_t mix(uint64_t seed, uint64_t value) {
   return seed * 0xff51afd7ed558ccd;
 }
 
-int64_t checked(int64_t count) {
+// Return a count of XLA, which MPI has as an int; `unit` is what this collective counts.
+int64_t checked(const char* collective, int count, const char* unit) {
   if (count < 0)
-    throw std::runtime_error(
-        "an array has 2^31 elements or more, and MPI counts them in an int. Divide it");
+    throw std::runtime_error(std::string(collective) + " has 2^31 " + unit +
+                             " or more of one array, and JAX's collectives over MPI count " + unit +
+                             " in an int. Divide the array");
   return count;
 }
 
@@ -159,8 +161,10 @@ void carry_out(Group& group, const char* name, const Operation& operation, const
   }
 }
 
-Array array_of(const void* in, void* out, int64_t count, Type type) {
-  return {type, static_cast<const char*>(in), static_cast<char*>(out), checked(count)};
+Array array_of(const char* collective, const void* in, void* out, int count, Type type,
+               const char* unit = "elements") {
+  return {type, static_cast<const char*>(in), static_cast<char*>(out),
+          checked(collective, count, unit)};
 }
 
 // A group of one rank copies.
@@ -228,7 +232,8 @@ struct Message {
 template <class Start>
 Number start(Number comm, bool sends, int place, int count, Start start) {
   Group& group = group_of(comm);
-  auto message = std::make_unique<Message>(Message{&group, place, sends, checked(count), {}});
+  auto message = std::make_unique<Message>(
+      Message{&group, place, sends, checked("a permute", count, "bytes"), {}});
   start(running().library(), group.point_to_point, message->request);
   return reinterpret_cast<Number>(message.release());
 }
@@ -373,7 +378,7 @@ int MPIABI_Comm_free(Number* comm) {
 int MPIABI_Allreduce(const void* in, void* out, int count, Number type, Number op, Number comm) {
   return reported([&] {
     Group& group = group_of(comm);
-    const Array array = array_of(in, out, count, type_of(type));
+    const Array array = array_of("an all-reduce", in, out, count, type_of(type));
     if (alone(group, array)) return;
     carry_out(group, "an all-reduce", {Kind::Allreduce, op_of(op), 1, -1, -1}, array);
   });
@@ -382,7 +387,7 @@ int MPIABI_Allreduce(const void* in, void* out, int count, Number type, Number o
 int MPIABI_Allgather(const void* in, int count, Number type, void* out, int, Number, Number comm) {
   return reported([&] {
     Group& group = group_of(comm);
-    const Array array = array_of(in, out, count, type_of(type));
+    const Array array = array_of("an all-gather", in, out, count, type_of(type));
     if (alone(group, array)) return;
     carry_out(group, "an all-gather", {Kind::Allgather, Op::Sum, 1, -1, -1}, array);
   });
@@ -393,7 +398,7 @@ int MPIABI_Reduce_scatter(const void* in, void* out, const int* counts, Number t
                           Number comm) {
   return reported([&] {
     Group& group = group_of(comm);
-    const Array array = array_of(in, out, counts[0], type_of(type));
+    const Array array = array_of("a reduce-scatter", in, out, counts[0], type_of(type));
     if (alone(group, array)) return;
     carry_out(group, "a reduce-scatter", {Kind::ReduceScatter, op_of(op), 1, -1, -1}, array);
   });
@@ -404,7 +409,7 @@ int MPIABI_Sendrecv(const void* in, int count, Number type, int dest, int, void*
                     int source, int, Number comm, void*) {
   return reported([&] {
     Group& group = group_of(comm);
-    const Array array = array_of(in, out, count, type_of(type));
+    const Array array = array_of("an all-to-all", in, out, count, type_of(type), "bytes");
     if (alone(group, array)) return;
     carry_out(group, "an all-to-all", {Kind::Permute, Op::Sum, 1, source, dest}, array);
   });

@@ -41,7 +41,9 @@ def map_subjaxprs(
         if hasattr(value, "eqns"):
             changed[name] = function(value)
         elif isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
-            changed[name] = tuple(function(item) for item in value)
+            items = tuple(function(item) for item in value)
+            # the jaxprs of a linear solve are a named tuple, whose names its rules ask for
+            changed[name] = type(value)(*items) if hasattr(value, "_fields") else items
     return changed
 
 

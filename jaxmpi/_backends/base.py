@@ -122,6 +122,8 @@ class Overlap(NamedTuple):
     # in traced code; whether it is one of several buckets, and the first message that is started
     # before any is waited for
     start: Callable[[Collective, Sequence[jax.Array], bool, bool], Started]
+    # waits until the started messages have ended, in a program that is about to fail
+    end_started: Callable[[], None] = lambda: None
     # where messages may be on their way from one call of a program to the next
     send_ahead: SendAhead | None = None
     take: Take | None = None
@@ -163,7 +165,10 @@ Explain: TypeAlias = Callable[[int, str | Message | Taken, Sequence[int]], str]
 
 
 class Event(NamedTuple):
-    """One collective of this rank, with times by `time.monotonic_ns`, None where unknown."""
+    """One collective of this rank, with times by `time.monotonic_ns`.
+
+    A time that has not come, or is unknown, is None.
+    """
 
     number: int
     fingerprint: int

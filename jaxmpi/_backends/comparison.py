@@ -62,7 +62,7 @@ class Comparison(ABC):
 
     @abstractmethod
     def events(self) -> Sequence[Event]:
-        """Return the last collectives; a time is 0 or None if it has not come or is unknown."""
+        """Return the last collectives; a time that has not come, or is unknown, is None."""
 
     @abstractmethod
     def waits(self) -> Sequence[tuple[int, int]]:
@@ -164,6 +164,10 @@ class MpiTransport(Transport):
           objects: their communicator for objects.
           maximum: the operation `MPI.MAX`.
         """
+
+    @abstractmethod
+    def wait_for_all(self) -> None:
+        """Wait until all messages have ended, those that no program waits for, too."""
 
     @abstractmethod
     def monitored(self, is_in_program: Callable[[], bool]) -> None:

@@ -208,6 +208,9 @@ class Mpi4jax(MpiTransport):
     def monitored(self, is_in_program: Callable[[], bool]) -> None:
         """Do nothing: only the monitor ends the job for a long wait."""
 
+    def wait_for_all(self) -> None:
+        """Do nothing: a program waits for each message."""
+
     def close(self) -> None:
         """Free the communicators."""
         for comm in (self._programs, *self._communicators.values()):

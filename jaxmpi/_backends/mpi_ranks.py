@@ -214,6 +214,11 @@ class MpiRanks(Processes):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 end.block_until_ready()
 
+    def finish_all(self) -> None:
+        """Wait until programs and all messages have ended, those that no program waits for, too."""
+        self.finish()
+        self.transport.wait_for_all()
+
     def gather_details(self, side: T, ranks: Sequence[int] = ()) -> list[T]:
         """Gather objects while a program of this rank runs, within `ranks` if there are some."""
         with Entered(self):

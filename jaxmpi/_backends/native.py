@@ -13,7 +13,7 @@ converts to float32 first, as `tree_allreduce` does, travels as float32 there.
 """
 
 import math
-import random
+import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -131,7 +131,7 @@ class Native(MpiTransport):
         self._opened.open(self._programs, ())
         self.description = ", ".join(filter(None, ["transport native", self._opened.description]))
         # a number that was restored from a checkpoint of another job is none of this job's
-        native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))
+        native.count_ahead_from(self._programs.bcast(secrets.randbits(62)))
 
     @property
     def size(self) -> int:
@@ -269,7 +269,14 @@ class Native(MpiTransport):
         if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):
             return None
         ahead = (self._send_ahead, self._take) if self._concurrent and host else ()
-        return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
+        return Overlap(
+            tuning.small_bytes,
+            tuning.bucket_bytes,
+            self.connects,
+            self._start,
+            self.native.end_started,
+            *ahead,
+        )
 
     def _start(
         self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool
@@ -325,11 +332,16 @@ class Native(MpiTransport):
     def monitored(self, is_in_program: Callable[[], bool]) -> None:
         """Do nothing: only the monitor ends the job for a long wait."""
 
+    def wait_for_all(self) -> None:
+        """Wait until all messages have ended, those that were sent ahead, too."""
+        self.native.wait_for_all()
+
     def close(self) -> None:
         """Free the communicators, and the shared memory."""
+        # first what communicates: a thread may be in a message that was sent ahead
+        self._opened.close()
         for comm in (self._programs, *self._communicators.values()):
             comm.Free()
-        self._opened.close()
 
 
 class InlineComparison(Comparison):
@@ -429,7 +441,11 @@ class InlineComparison(Comparison):
 
     def events(self) -> Sequence[Event]:
         """Return the last messages."""
-        return [Event(*event) for event in self._native.events()]
+        # the record has 0 for a time that has not come, or is unknown
+        return [
+            Event(number, fingerprint, sent_bytes, entered, all_entered or None, done or None)
+            for number, fingerprint, sent_bytes, entered, all_entered, done in self._native.events()
+        ]
 
     def waits(self) -> Sequence[tuple[int, int]]:
         """Return when the last waits for messages began and ended, in monotonic nanoseconds."""

@@ -1,7 +1,9 @@
 """Calls of `jaxmpi._native` in a program: at once, by a start and a wait, or sent ahead and taken.
 
 A start returns the arrays that it sends, in place, and a wait takes them: so XLA neither changes
-nor moves them while the message is in transit. The results of an allreduce are in the same memory;
+nor moves them while the message is in transit. Only where the program fails before the wait, XLA
+frees them. So what makes it fail, a call of these or a callback in Python (`_lowering/lower.py`),
+ends the started messages first. The results of an allreduce are in the same memory;
 those of other collectives are in arrays that the start returns, too, with nothing in them yet. A
 message that is sent ahead, for a later call of the program, sends copies. Tokens keep all calls of
 a program in order.

@@ -179,6 +179,9 @@ class Xla(MpiTransport):
             jax_collectives.leave_end_to_monitor(is_left)
             self._is_left_to_monitor = is_left
 
+    def wait_for_all(self) -> None:
+        """Do nothing: a program waits for each message."""
+
     def close(self) -> None:
         """Leave JAX's other processes."""
         self.monitored(lambda: False)

@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import involves_ranks
+from jaxmpi._analysis.inner_jaxprs import equations, map_subjaxprs
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective, Target
@@ -40,6 +41,7 @@ __all__ = ["build"]
 
 Finish = Callable[[Sequence[ArrayLike]], list[ArrayLike | PerRank]]  # applied to its outputs
 Lowered: TypeAlias = tuple[FlatFunction, Finish]
+J = TypeVar("J", bound=_jaxcompat.AnyJaxpr)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -155,6 +157,8 @@ class _ProgramLowering(Lowering[Lowered]):
         if not involves_ranks(self._jaxpr):
             return _jaxcompat.as_function(self._jaxpr), list
         program = rewrite(self._plan_for(target), self._numbered(target))
+        if target.overlap is not None:
+            program = _ending_started(program, target.overlap.end_started)
         if compare := self._comparison(transport):
             program = _behind(program, compare, target.size)
         return self._with_effects(program, transport.effects), list
@@ -232,6 +236,38 @@ def _behind(program: ClosedJaxpr, compare: Callable[[], None], size: int) -> Clo
         return _jaxcompat.as_function(program)(*xs)
 
     return make_jaxpr(compare_and_run, size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
+
+
+class _EndingStarted:
+    """A Python callback that ends the started messages of its program before it makes it fail.
+
+    XLA frees the arrays of a program that fails, and a started message works on these.
+    """
+
+    def __init__(self, callback: Callable[..., object], end_started: Callable[[], None]) -> None:
+        self._callback, self._end_started = callback, end_started
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        try:
+            return self._callback(*args, **kwargs)
+        except BaseException:
+            self._end_started()
+            raise
+
+
+def _ending_started(program: J, end_started: Callable[[], None]) -> J:
+    """Return a program whose Python callbacks call `end_started` before they make it fail."""
+    if not any(callable(eqn.params.get("callback")) for eqn in equations(program)):
+        return program
+    eqns = []
+    for eqn in _jaxcompat.parts(program)[0].eqns:
+        params: dict[str, object] = {
+            **map_subjaxprs(eqn, partial(_ending_started, end_started=end_started))
+        }
+        if callable(callback := eqn.params.get("callback")):
+            params["callback"] = _EndingStarted(callback, end_started)
+        eqns.append(eqn.replace(params={**eqn.params, **params}) if params else eqn)
+    return _jaxcompat.with_equations(program, eqns)
 
 
 def _as_per_rank(per_rank: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:

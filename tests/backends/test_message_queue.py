@@ -306,6 +306,35 @@ def test_a_failure_of_another_transport_waits_for_its_take():
 
 
 @run_ranks(2)
+def test_messages_that_nobody_takes_are_kept_up_to_eight_of_a_place():
+    """Those that are kept are taken; the others are carried out anew, on all ranks."""
+    backend, (everyone,) = collectives(1)
+    sent, kept = 10, 8
+    numbers = [send(everyone, "alike") for _ in range(sent)]
+    others = [send(everyone, f"other {i}") for i in range(3)]
+    assert at_once(everyone) == SUM  # behind all of them
+    begun, _ = backend.native.messages()
+    assert [take(everyone, number) for number in numbers + others] == [SUM] * (sent + 3)
+    assert backend.native.messages()[0] == begun + sent - kept
+
+
+@run_ranks(2)
+def test_times_of_a_message_are_none_until_they_have_come():
+    ranks, (_, (everyone,)) = session.current("test"), collectives(1)
+    jaxmpi.barrier()
+    begun = ranks.transport.native.messages()[0]
+    time.sleep(0.5 * jaxmpi.rank())
+    number = send(everyone, "of rank 1 later")
+    while ranks.transport.native.messages()[0] == begun:
+        time.sleep(1e-3)
+    event = ranks.events()[-1]
+    assert jaxmpi.rank() or (event.all_entered_ns, event.done_ns) == (None, None)
+    assert take(everyone, number) == SUM
+    event = ranks.events()[-1]
+    assert event.entered_ns <= event.all_entered_ns <= event.done_ns
+
+
+@run_ranks(2)
 def test_a_started_message_holds_up_other_transports():
     """Rank 0 has a message of a group behind one that all ranks start, and rank 1 has not.
 
@@ -338,3 +367,34 @@ def test_a_closed_job_ends_what_waits_in_its_queue(waits):
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(SCRIPT), waits]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0 and done.stdout.count("ended on") == 2, done.stdout + done.stderr
+
+
+LEFT_AHEAD = Path(__file__).with_name("left_ahead_script.py")
+
+
+def end_with_messages_ahead(case, **environ):
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(LEFT_AHEAD), case]
+    environ = {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+
+
+@pytest.mark.parametrize(
+    ("case", "environ"),
+    [
+        ("script", {}),
+        pytest.param("script", {"JAXMPI_NODE_RANKS": "1"}, marks=pytest.mark.slow),
+        pytest.param("finalize", {"JAXMPI_NODE_RANKS": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_ends_well_with_messages_that_nobody_takes(case, environ):
+    done = end_with_messages_ahead(case, **environ)
+    assert done.returncode == 0 and done.stdout.count("ended on") == 2, done.stdout + done.stderr
+    if case == "script":
+        assert done.stdout.count("leaves behind 0 messages") == 2, done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_without_a_message_ahead_ends_the_job():
+    done = end_with_messages_ahead("missing")
+    assert done.returncode, done.stdout + done.stderr
+    assert "rank 1 has exited while this rank waits for it in" in done.stderr, done.stderr

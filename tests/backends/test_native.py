@@ -755,3 +755,11 @@ jaxmpi.print(jaxmpi._world.session.current("test").transport.name, sys.modules.g
 """
     done = run(3, code, tmp_path)
     assert done.returncode == 0 and done.stdout.count("native None") == 3, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_chunk_without_room_for_an_item_names_its_setting(tmp_path):
+    code = "import jaxmpi\njaxmpi.init()\njaxmpi.tree_allreduce(1.0)\n"
+    done = run(2, code, tmp_path, JAXMPI_NODE_RANKS="1", JAXMPI_TUNE="chunk_bytes=2")
+    text = "a chunk has 2 bytes, and this collective of 2 ranks needs 4 or more. Set chunk_bytes in"
+    assert done.returncode and text in done.stderr, done.stdout + done.stderr

@@ -539,3 +539,64 @@ def test_only_what_xla_rounds_alike_is_parted(f, dtype, parted):
     (messages,) = rounds(step, jnp.ones((1, 50), dtype), jnp.ones((900, 50), dtype))
     assert [v.aval.shape for v in messages.before_waits] == [(900, 50)] * parted
     assert len(messages.started) == parted
+
+
+# programs that fail between a start and its wait
+
+FAILS = """
+import time
+import jax, jax.numpy as jnp, numpy as np
+import jaxmpi
+from jaxmpi._world import session
+
+w = jaxmpi.init()
+native = session.current("test").transport.native
+fails = False
+
+
+def check(ct):
+    if fails:
+        raise ValueError("the data is bad")
+    return ct
+
+
+@jax.custom_vjp
+def middle(x):
+    return x
+
+
+middle.defvjp(lambda x: (x, None), lambda _, ct: (jax.pure_callback(check, ct, ct),))
+
+
+def loss(params, x):
+    for i, w in enumerate(params):
+        inner = lambda x: middle(x) if i == 2 else x
+        x = jnp.tanh(jax.lax.scan(lambda x, _: (inner(x), ()), x, length=1)[0] @ w)
+    return jnp.mean(x**2)
+
+
+step = jaxmpi.jit(lambda params, x: jaxmpi.tree_allreduce(jax.grad(loss)(params, x)))
+params, x = [jnp.eye(64)] * 5, jnp.ones((8, 64))
+assert "jaxmpi_start" in step.lower(params, x).as_text()
+want = np.asarray(step(params, x)[0])
+before, _ = native.messages()
+fails = True
+time.sleep(w.rank)  # rank 0 fails while its messages wait for rank 1
+try:
+    jax.block_until_ready(step(params, x))
+except Exception as error:
+    assert "the data is bad" in str(error), error
+    begun, ended = native.messages()
+    assert ended == begun > before, (ended, begun, before)
+else:
+    raise AssertionError("the step has not failed")
+fails = False
+np.testing.assert_array_equal(step(params, x)[0], want)
+jaxmpi.print("fine on", w.rank)
+"""
+
+
+def test_a_program_that_fails_has_no_message_in_progress(tmp_path):
+    """XLA frees the arrays of such a program, which its messages would still read and write."""
+    done = run(2, FAILS, tmp_path, **EVERYTHING)
+    assert done.returncode == 0 and done.stdout.count("fine on") == 2, done.stdout + done.stderr

@@ -669,3 +669,38 @@ def test_an_array_before_init_on_xla_is_an_error_that_says_so():
         "init: JAX has started already.* before any code that makes an array",
         done.stdout + done.stderr,
     )
+
+
+RANDOM = """
+import random
+import jax
+import numpy as np
+import jaxmpi
+
+random.seed(3)
+np.random.seed(3)
+before = random.getstate(), np.random.get_state()[1].tolist()
+w = jaxmpi.init()
+jaxmpi.jit(jaxmpi.tree_allreduce)(np.ones(3, np.float32))
+assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+jaxmpi.print("as before")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [
+        (2, "mpi"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "single"), (1, "mpi"), (1, "xla"), (2, "xla"))
+        ),
+    ],
+)
+def test_init_and_a_step_leave_global_random_states_as_they_were(ranks, backend, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RANDOM)
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script)]
+    environ = {**os.environ, "JAXMPI_BACKEND": backend}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert done.stdout.count("as before") == ranks, done.stdout + done.stderr

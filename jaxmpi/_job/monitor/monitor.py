@@ -272,9 +272,10 @@ class Monitor:
             return mine.votes > theirs.votes
         if mine.inside and mine.entered > theirs.entered:
             return True
-        # A compiled program counts no collectives here. Both ranks may have started it before the
-        # other one left, and this rank's may still be running. So only a program that communicates
-        # for longer than the grace time waits for the rank that left.
+        # Only the native transport counts the collectives of a compiled program. On another one,
+        # both ranks may have started it before the other one left, and this rank's may still be
+        # running. So only a program that communicates for longer than the grace time waits for the
+        # rank that left.
         if not self._communicates():
             self._waiting_since = None
             return False
@@ -351,7 +352,9 @@ class Monitor:
         """Wait until every rank has come to its end; tell the next rank when that takes long."""
         if self._leaving.is_set():
             return
-        self.backend.finish()
+        # Meanwhile the monitor's thread runs: it ends the job if a message waits for a rank that
+        # has left. Then all messages are counted in what this rank tells the next one.
+        self.backend.finish_all()
         for call in self.at_end:
             self._call(call, AT_END)
         # This thread polls from here on, so the monitor's thread has to end first.

@@ -51,7 +51,8 @@ def _switch(text: str) -> bool:
 # the fields of `_backends.tuning.Tuning`
 _TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes", "threads")
 _POSITIVE = ("chunk_bytes", "chunks", "bucket_bytes")
-# one piece of `native/internode.cc`: the receiver does not know how many there are
+# A small message and the fingerprints of its ranks are one piece, `kPieceBytes` of
+# native/internode.h (61 440 bytes): the receiver does not know how many there are.
 _MOST_SMALL_BYTES = 60_000
 
 

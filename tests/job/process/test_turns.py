@@ -2,11 +2,14 @@
 
 import os
 import queue
+import signal
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -17,6 +20,7 @@ from jaxmpi._job.process import communicating_thread
 from jaxmpi.testing import run_ranks
 
 X = np.arange(3.0, dtype=np.float32)
+CHILD_SECONDS = 20  # after which a child that hangs is ended
 
 
 def step(x):
@@ -264,3 +268,32 @@ def test_a_forked_child_cannot_communicate_on_mpi():
 @run_ranks(2, backend="xla")
 def test_a_forked_child_cannot_communicate_on_xla():
     check_forked_child()
+
+
+@pytest.mark.skipif(
+    os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="mpi4jax knows nothing of forks"
+)
+@run_ranks(2)
+def test_a_compiled_program_of_plain_jit_is_refused_in_a_forked_child():
+    """Or the other rank would take what the child sends for what the rank sends."""
+    sum_of = jax.jit(lambda x: jaxmpi.tree_allreduce(x, "sum"))
+    x, of_child = jax.block_until_ready((jnp.ones(3), jnp.full(3, 100.0)))
+    for each in (x, of_child, x):  # a child cannot compile: it has none of XLA's threads
+        jax.block_until_ready(sum_of(each))
+    if jaxmpi.rank() == 0:
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, of threads
+            child = os.fork()
+        if not child:
+            signal.alarm(CHILD_SECONDS)
+            try:
+                jax.block_until_ready(sum_of(of_child))
+            except RuntimeError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.close(write)
+        text = os.read(read, 1000).decode()
+        os.waitpid(child, 0)
+        assert "this process is a forked child of a rank" in text, text
+    np.testing.assert_array_equal(sum_of(x), [2.0] * 3)
