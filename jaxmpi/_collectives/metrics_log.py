@@ -1,6 +1,7 @@
 """Metrics by step in files, written by rank 0: CSV for programs, event files for TensorBoard."""
 
 import csv
+import operator
 import time
 import warnings
 import weakref
@@ -79,18 +80,33 @@ class MetricsLog:
         """Write one line; the other ranks do nothing.
 
         Args:
-          step: of the training.
+          step: of the training, an integer of Python, NumPy or JAX.
           metrics: numbers by name, in any order, such as `average_metrics` returns: equal on all
             ranks.
           rate: what `Throughput.read` returns.
 
         Raises:
-          TypeError: a metric is not a number.
+          TypeError: on every rank, a metric is not a number, or the step no integer.
+          ValueError: on every rank, a metric has the name of another column: "step", "time", or,
+            with `rate`, one of its columns.
 
         Warns:
           UserWarning: the line could not be written: the disk is full, the folder may not be
             written to.
         """
+        try:
+            if isinstance(step, bool):
+                raise TypeError
+            step = operator.index(step)
+        except TypeError:
+            raise TypeError(
+                f"MetricsLog.write: step is {step!r}, and must be an integer."
+            ) from None
+        taken = {"step", "time"} if rate is None else {"step", "time", *RATES.values()}
+        if wrong := sorted(taken & {*metrics}):
+            raise ValueError(
+                f"MetricsLog.write: metric {wrong[0]!r} has the name of another column. Rename it."
+            )
         values = {name: _number(name, value) for name, value in metrics.items()}
         if rate is not None:
             known = {column: getattr(rate, name) for name, column in RATES.items()}
@@ -100,7 +116,7 @@ class MetricsLog:
         if not self._writes:
             return
         try:
-            self._add_line({"step": step, "time": f"{time.time():.3f}", **values})
+            self._add_line(step, values)
             if self._events is not None:
                 self._add_events(step, values)
             self._first = False
@@ -113,7 +129,8 @@ class MetricsLog:
                     stacklevel=2,
                 )
 
-    def _add_line(self, line: Mapping[str, object]) -> None:
+    def _add_line(self, step: int, values: Mapping[str, float]) -> None:
+        line = {"step": step, "time": f"{time.time():.3f}", **values}
         self.directory.mkdir(parents=True, exist_ok=True)  # something may have removed it
         there = self._path.exists() and self._path.stat().st_size > 0
         known: list[str] = []
@@ -123,7 +140,7 @@ class MetricsLog:
                 known = next(csv.reader(file))
         columns = [*known, *(name for name in line if name not in known)]
         if there and (self._first or columns != known):
-            self._rewrite(known, columns, int(str(line["step"])))
+            self._rewrite(known, columns, step)
         with open(self._path, "a", newline="") as file:
             writer = csv.DictWriter(file, columns, restval="")
             if not there:

@@ -88,7 +88,7 @@ class Throughput:
         self._samples, self._since_ns, self._exposed_ns = 0, now_ns, exposed_ns or 0
         samples, seconds, shares = zip(*ranks, strict=True)
         size = session.size()
-        total = sum(samples) / max(seconds) * len(backend.ranks_here)
+        total = sum(samples) / max(seconds)
         if (directory := os.environ.get("JAXMPI_RUN_DIR")) and backend.place.rank == 0:
             run_dir.note_rate(directory, total)
         return Rate(total, total / size, None if None in shares else sum(shares) / len(shares))

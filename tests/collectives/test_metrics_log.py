@@ -192,3 +192,32 @@ def test_rank_0_writes():
     assert head[:3] == ["step", "time", "loss"] and float(row[2]) == (jaxmpi.size() - 1) / 2
     with pytest.raises(TypeError, match="must be one number"):
         log.write(6, {"loss": "x"})
+
+
+@pytest.mark.parametrize("step", [3.0, True, "3", None, jnp.float32(3)])
+@run_ranks(1, 2)
+def test_a_step_that_is_no_integer_is_an_error_on_every_rank(step):
+    log = jaxmpi.MetricsLog(tempfile.mkdtemp())
+    with pytest.raises(TypeError, match=r"step is .*, and must be an integer"):
+        log.write(step, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("name", ["step", "time", "samples_per_second"])
+@run_ranks(1, 2)
+def test_a_metric_with_the_name_of_another_column_is_an_error_on_every_rank(name):
+    log = jaxmpi.MetricsLog(tempfile.mkdtemp())
+    with pytest.raises(ValueError, match=f"metric '{name}' has the name of another column"):
+        log.write(3, {"loss": 1.0, name: 2.0}, jaxmpi.Rate(4.0, 2.0, None))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_throughput_counts_the_samples_of_every_simulated_rank_once(n):
+    with jaxmpi.simulate(n):
+        meter = jaxmpi.Throughput()
+        meter.add(32)
+        time.sleep(0.01)
+        rate = meter.read()
+    assert rate.per_second <= 32 * n / 0.01
+    assert rate.per_second == pytest.approx(n * rate.per_second_per_rank)
+    # the time of a few lines: within that, n ranks are n times as fast
+    assert rate.per_second_per_rank > 32 / 5
