@@ -19,7 +19,7 @@ from jaxmpi._consistency.identity import structure_of
 from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, widest
+from jaxmpi._leaves import PyTree, is_key, widest
 from jaxmpi._world import session
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
         return copies
     # They are sent as objects: lists of predictions may have other lengths on other ranks.
     agreed(FUNCTION)
-    mine = [np.asarray(x) for x in backend.transport.arrays.local(leaves)]
+    mine = [_numbers(x) for x in backend.transport.arrays.local(leaves)]
     structures, values = zip(*backend.allgather_object((structure_of(treedef), mine)), strict=True)
     if len(set(structures)) > 1:
         others = outliers(structures)
@@ -125,9 +125,25 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
             ranks=others,
         )
     for of_rank in values:
-        kinds = [jnp.asarray if isinstance(leaf, jax.Array) else np.asarray for leaf in leaves]
-        copies.append(treedef.unflatten([kind(x) for kind, x in zip(kinds, of_rank, strict=True)]))
+        received = [_like(leaf, x) for leaf, x in zip(leaves, of_rank, strict=True)]
+        copies.append(treedef.unflatten(received))
     return copies
+
+
+def _numbers(x: object) -> np.ndarray:
+    """Return an array, or the data of PRNG keys, as an array of NumPy."""
+    if isinstance(x, jax.Array) and is_key(x):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _like(leaf: object, numbers: np.ndarray) -> jax.Array | np.ndarray:
+    """Return what `_numbers` has made of a leaf, as an array or PRNG keys like this rank's."""
+    if not isinstance(leaf, jax.Array):
+        return numbers
+    if is_key(leaf):
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+    return jnp.asarray(numbers)
 
 
 def _merged(copies: list[Metric], where: str) -> Metric:
@@ -260,9 +276,9 @@ def _check_constant(
     """Raise unless an array that is no variable, such as thresholds, is equal on all ranks."""
     if any(isinstance(x, jax.core.Tracer) for x in values):
         return
-    first = np.asarray(values[0])
+    first = _numbers(values[0])
     has_nan = first.dtype.kind in "fc"
-    if not all(np.array_equal(np.asarray(x), first, equal_nan=has_nan) for x in values):
+    if not all(np.array_equal(_numbers(x), first, equal_nan=has_nan) for x in values):
         kind = type(metric).__name__
         raise TypeError(
             f"{FUNCTION}: array {text} of {kind} differs between the ranks. Make it "

@@ -117,6 +117,30 @@ def check_nnx():
         compare(jaxmpi.jit(lambda metrics: computed(jaxmpi.merge_metrics(metrics)))(eager), want)
 
 
+class Dropped(nnx.Metric):
+    """A metric that holds a model with this rank's PRNG keys, and a key that all ranks share."""
+
+    def __init__(self, seed):
+        self.model, self.key = nnx.Dropout(0.5, rngs=nnx.Rngs(seed)), jax.random.key(7)
+        self.sum = nnx.metrics.MetricState(jnp.float32(seed), op="sum")
+
+
+def key_of(metric):
+    ((_, key),) = nnx.to_flat_state(nnx.state(metric.model, nnx.RngKey))
+    return key[...]
+
+
+@run_ranks(1, 2, 3)
+def test_a_metric_may_hold_prng_keys():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    metric = Dropped(r + 1)
+    for merge in (jaxmpi.merge_metrics, jaxmpi.jit(jaxmpi.merge_metrics)):
+        merged = merge(metric)
+        assert float(merged.sum[...]) == n * (n + 1) / 2
+        assert merged.key == jax.random.key(7)
+        assert key_of(merged) == key_of(Dropped(1))  # the model of rank 0, as it is
+
+
 @run_ranks(1, 2, 3, 4)
 def test_merge_metrics_of_nnx_is_one_rank_on_mpi():
     check_nnx()
