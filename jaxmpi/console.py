@@ -25,7 +25,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.at_exit import STOP_SECONDS, Step, at_exit
-from jaxmpi._leaves import PyTree, as_array, check_fits, widest
+from jaxmpi._leaves import PyTree, as_array, check_fits, leaf_name, widest
 from jaxmpi._optim.mean import Allreduce, Weight
 from jaxmpi._world import session
 
@@ -192,9 +192,10 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     Raises:
       ValueError: on all ranks, if the weight of a rank is something else. In traced code all
         metrics are NaN if a weight is negative, infinite or NaN.
-      TypeError: if a leaf is not a real number; the error has its path.
-      OverflowError: on all ranks, if the dtype of the result, float32 without `jax_enable_x64`,
-        cannot hold a number of Python or NumPy.
+      TypeError: on the rank that passed it, if a leaf is not a real number, with its path.
+      OverflowError: on the rank that passed it, if the dtype of the result, float32 without
+        `jax_enable_x64`, cannot hold a number of Python or NumPy, with its path.
+      RankMismatchError: on the other ranks, for either of these errors, with its text.
 
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
@@ -204,7 +205,7 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     with raising_on_all(backend, "average_metrics") if not _jaxcompat.tracing() else nullcontext():
         # Round numbers of Python and NumPy once, from 64 bits. JAX would first make integers of 32
         # bits of them.
-        leaves = [_as_float(leaf) for _, leaf in paths]
+        leaves = [_as_float(path, leaf) for path, leaf in paths]
         # of simulated ranks, a leaf is a stack of all ranks' values
         check = backend.eager(alone=_check_number, stacked=check_fits, parallel=_check_number)
         for (path, _), leaf in zip(paths, leaves, strict=True):
@@ -220,12 +221,23 @@ def _check_number(function: str, path: KeyPath, leaf: object) -> None:
     as_array(function, path, leaf, "max")
 
 
-def _as_float(leaf: ArrayLike) -> ArrayLike:
-    """Return numbers of Python and integers of NumPy as float64, and any other leaf as it is."""
+def _as_float(path: KeyPath, leaf: ArrayLike) -> ArrayLike:
+    """Return numbers of Python and integers of NumPy as float64, and any other leaf as it is.
+
+    Raises:
+      OverflowError: float64 cannot hold it, with its path.
+    """
     if isinstance(leaf, int | float) or (
         isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biu"
     ):
-        return np.asarray(leaf, np.float64)
+        try:
+            return np.asarray(leaf, np.float64)
+        except OverflowError:  # of Python's integers
+            raise OverflowError(
+                f"average_metrics: leaf {leaf_name(path)} is an integer of "
+                f"{int(leaf).bit_length()} bits, which float64 cannot hold. Leave it out, or pass "
+                "its logarithm."
+            ) from None
     return leaf
 
 

@@ -188,6 +188,14 @@ def test_average_metrics_counts_every_sample_once():
         jaxmpi.average_metrics({"name": "x"})
 
 
+@run_ranks(1, 2)
+def test_average_metrics_names_an_integer_that_is_too_large():
+    is_mine = jaxmpi.rank() == jaxmpi.size() - 1
+    error = OverflowError if is_mine else jaxmpi.RankMismatchError
+    with pytest.raises(error, match=r"leaf \['a'\] is an integer of 1329 bits"):
+        jaxmpi.average_metrics({"a": 10**400 if is_mine else 1})
+
+
 @run_ranks(1, 2, 3)
 def test_throughput_counts_all_ranks_and_the_time_in_collectives():
     r, n = jaxmpi.rank(), jaxmpi.size()
