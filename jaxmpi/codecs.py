@@ -33,10 +33,10 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._marks import with_parameters
 from jaxmpi._optim import int8_blocks
 from jaxmpi._optim.codec import Codec, OneMessage, check_codec
-from jaxmpi._optim.float_leaves import floats
+from jaxmpi._optim.float_leaves import checked_count, floats, wide
 from jaxmpi._world import session
 
-__all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
+__all__ = ["Codec", "OneMessage", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
 
 
 # --- bf16 and f16: cast --------------------------------------------------------------------------
@@ -45,7 +45,8 @@ __all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
 def bf16(*, axis: Axis = AXIS) -> Codec:
     """Send bfloat16: half of float32's bytes, 8 bits of precision, the same range.
 
-    The sum is formed in float32 and rounded to bfloat16 once more. No state, no error feedback.
+    The sum is formed in float32 and rounded to bfloat16 once more. NaN and infinities arrive as
+    such. No state, no error feedback.
 
     **Communication:** an allreduce: about 2 (p-1)/p · 2n bytes on the native transport. The other
     backends send floats below 32 bits as float32, 4 bytes each.
@@ -63,7 +64,8 @@ def bf16(*, axis: Axis = AXIS) -> Codec:
 def f16(*, axis: Axis = AXIS) -> Codec:
     """Send float16: half of float32's bytes, 11 bits of precision, a small range.
 
-    Numbers beyond ±65504 are sent as ±65504, and numbers below 3e-8 as zero. Otherwise like `bf16`.
+    Finite numbers beyond ±65504 are sent as ±65504, and numbers below 3e-8 as zero. Otherwise like
+    `bf16`.
 
     **Communication:** as `bf16`.
 
@@ -80,10 +82,15 @@ def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
     """Return the codec that sends each number in `dtype`; `name` is the public function."""
     largest = float(jnp.finfo(dtype).max)
 
+    def cast(x: jax.Array) -> jax.Array:
+        # A cast of a larger number would give an infinity. Those that are there must stay, so that
+        # a later check finds them. A short float may not hold the bound.
+        x = x.astype(wide(x.dtype))
+        return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
     def encode(updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
         leaves, _ = floats(name, with_parameters(updates, name))
-        # A cast of a larger number would give an infinity.
-        return [jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], state
+        return [cast(x) for x in leaves], state
 
     def decode(means: list[jax.Array], like: PyTree) -> PyTree:
         leaves, put = floats(name, like)
@@ -139,8 +146,9 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
 
     Raises:
       ValueError: block is below 1.
+      TypeError: block is no integer.
     """
-    _check_at_least_one("int8", "block", block)
+    block = checked_count("codecs.int8", "block", block, "the number of numbers of a block")
     label = f"codecs.int8 block={block}"
 
     def init(params: PyTree) -> Residual:
@@ -275,15 +283,19 @@ def _decode_topk(gathered: list[jax.Array], like: PyTree) -> PyTree:
         if not x.size:
             continue
         rows = next(rows_of_arrays)
-        total = jnp.zeros(x.size, jnp.float32)
         # One scatter for each rank, in the order of the ranks. A GPU adds several numbers for one
         # position in any order. The positions of one rank are unique, so the order of all sums is
-        # fixed, and all ranks get the same bits.
-        for row in rows:
-            numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
-            total = total.at[row[0]].add(numbers, unique_indices=True)
+        # fixed, and all ranks get the same bits. A loop: the program has one size for any number of
+        # ranks.
+        total, _ = jax.lax.scan(_add_row, jnp.zeros(x.size, jnp.float32), rows)
         outs[i] = (total / len(rows)).reshape(x.shape).astype(x.dtype)
     return put(outs)
+
+
+def _add_row(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+    """Add the numbers of one rank, int32 `[2, count]`, to `total`; for `lax.scan`."""
+    numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
+    return total.at[row[0]].add(numbers, unique_indices=True), None
 
 
 # --- powersgd: matrices as products of two thin ones ---------------------------------------------
@@ -330,8 +342,9 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
 
     Raises:
       ValueError: rank is below 1.
+      TypeError: rank is no integer.
     """
-    _check_at_least_one("powersgd", "rank", rank)
+    rank = checked_count("codecs.powersgd", "rank", rank, "the number of columns of P and Q")
 
     def matrix_shapes(leaves: list[jax.Array]) -> dict[int, tuple[int, int]]:
         """Return (rows, columns) of each array to compress, by the index of its leaf."""
@@ -390,9 +403,3 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiply in full float32: the default precision of GPUs and TPUs has fewer bits."""
     return jnp.matmul(a, b, precision="highest")
-
-
-def _check_at_least_one(codec: str, name: str, value: int) -> None:
-    """Raise a ValueError if the argument `name` of a codec is below 1."""
-    if value < 1:
-        raise ValueError(f"codecs.{codec}: {name} is {value}. It must be 1 or more.")

@@ -258,6 +258,7 @@ def transforms():
     "codecs.powersgd",
     "codecs.topk",
     "codecs.Codec",
+    "codecs.OneMessage",
     "codecs.check_codec",
 )
 def codecs():
@@ -269,6 +270,8 @@ def codecs():
         jaxmpi.codecs.topk(1.0),
     ]
     assert all(isinstance(codec, jaxmpi.codecs.Codec) for codec in made)
+    one_messages = [isinstance(codec.one_message, jaxmpi.codecs.OneMessage) for codec in made]
+    assert one_messages == [True, True, True, False, True]
     # numbers are rounded to halves: a codec's error is smaller
     exact = jax.tree.map(lambda x: np.round(2 * x) / 2, mean(jaxmpi.size()))
     calls = []

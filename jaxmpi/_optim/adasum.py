@@ -76,13 +76,27 @@ class Adasum(Mean):
         products = caller.allreduce(products, op="sum", axis=self.axis)
         # Σ_r c_r·g_r: this rank's shard, `[columns]`, then all shards, `[size, columns]`
         combined = []
-        for product, x in zip(products, shards, strict=True):
-            combined.append(jnp.matmul(coefficients(product), x, precision="highest"))
+        for c, x in zip(_coefficients_of_leaves(products), shards, strict=True):
+            combined.append(jnp.matmul(c, x, precision="highest"))
         gathered = caller.allgather(combined, axis=self.axis)
         outs = []
         for x, y in zip(leaves, gathered, strict=True):
             outs.append(y.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype))
         return put(outs)
+
+
+def _coefficients_of_leaves(products: list[jax.Array]) -> list[jax.Array]:
+    """Return `coefficients` for each leaf.
+
+    The leaves of one dtype are a batch: the tree of the ranks is in the program once, and not once
+    for each leaf.
+    """
+    found: dict[int, jax.Array] = {}  # by the index of the leaf
+    for dtype in dict.fromkeys(x.dtype for x in products):
+        alike = [i for i, x in enumerate(products) if x.dtype == dtype]
+        batch = jax.vmap(coefficients)(jnp.stack([products[i] for i in alike]))
+        found.update(zip(alike, batch, strict=True))
+    return [found[i] for i in range(len(products))]
 
 
 def coefficients(products: jax.Array) -> jax.Array:

@@ -116,7 +116,13 @@ class CodecMean(Mean):
 
     @property
     def traits(self) -> Traits:
-        return Traits("a codec", has_state=True, one_program=False)
+        message = self.codec.one_message
+        return Traits(
+            "a codec",
+            has_state=True,
+            one_program=False,
+            weights_first=message is not None and message.averages,
+        )
 
     def init(self, params: PyTree) -> PyTree:
         return self.codec.init(params)
@@ -148,7 +154,12 @@ class OneMessageMean(Mean):
 
     @property
     def traits(self) -> Traits:
-        return Traits("fragments or a delay", has_state=True, one_program=False)
+        return Traits(
+            "fragments or a delay",
+            has_state=True,
+            one_program=False,
+            weights_first=self.message.averages,
+        )
 
     def init(self, params: PyTree) -> PyTree:
         return self.message.init(params)

@@ -154,6 +154,39 @@ def test_a_nan_is_not_hidden():
         assert np.isnan(np.asarray(out["w"])).any(), name
 
 
+@pytest.mark.parametrize("name", ["bf16", "f16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_cast_leaves_what_is_not_finite(name, dtype, bad):
+    """The other numbers stay finite, and only those that are too large are clipped."""
+    largest = float(jnp.finfo(dtype).max)
+    x = np.asarray([[bad, 1, largest, -largest], [1, 1, 0, 0]], dtype)
+    with jaxmpi.simulate(2):
+        tx = jaxmpi.distributed(optax.identity(), codec=ALL[name]())
+        got = jaxmpi.jit(lambda g: tx.update(g, tx.init(g))[0])(jaxmpi.PerRank(x))
+    sent = min(largest, 65504 if name == "f16" else 3.3895e38)
+    np.testing.assert_allclose(np.float64(got), [bad, 1, sent / 2, -sent / 2], rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("weight", [2.0**-20, 1.0, 32768.0, 2.0**40])
+def test_the_size_of_the_weights_changes_no_mean(name, weight):
+    """Only their ratios count: weights w, 3w give the mean of weights 1, 3 bit by bit."""
+    tx = jaxmpi.distributed(optax.identity(), codec=ALL[name]())
+
+    def mean(weights):
+        w = jnp.asarray(weights, jnp.float32)[jaxmpi.rank()]
+        g = jnp.full((6, 6), 10.0) * (jaxmpi.rank() + 1)
+        return tx.update(g, tx.init(g), weight=w)[0]
+
+    with jaxmpi.simulate(2):
+        got = jaxmpi.jit(lambda: mean([weight, 3 * weight]))()
+        want = jaxmpi.jit(lambda: mean([1.0, 3.0]))()
+    np.testing.assert_array_equal(got, want)
+    if name != "topk":  # which sends a tenth of the numbers
+        np.testing.assert_allclose(got, np.full((6, 6), 17.5), rtol=1e-2)
+
+
 @run_ranks(2)
 def test_a_codec_in_twenty_lines():
     """The codec of docs/optimizers.md: the sign of each number, and one scale for an array."""
@@ -186,6 +219,22 @@ def test_what_is_sent_is_less(name):
             sent += int(np.prod(shape)) * sizes[dtype]
     bound = {"bf16": 2, "f16": 2, "int8": 1.6, "topk": 0.85, "powersgd": 0.05}[name]
     assert sent <= 512 * 512 * (bound if name not in ("bf16", "f16") else 4) * 1.01
+
+
+@pytest.mark.parametrize(
+    "options", [{"codec": codecs.topk(0.1)}, {"op": "adasum"}], ids=["topk", "adasum"]
+)
+def test_the_program_grows_with_ranks_plus_arrays(options):
+    """The number of lines has no term of ranks times arrays."""
+    lines = {}
+    for ranks in (2, 6):
+        for arrays in (2, 6):
+            with jaxmpi.simulate(ranks):
+                tx, grads = jaxmpi.distributed(optax.sgd(1.0), **options), [jnp.ones(24)] * arrays
+                step = jaxmpi.jit(lambda g, s, tx=tx: tx.update(g, s)[0])
+                lowered = step.lower(grads, tx.init(grads)).as_text()
+            lines[ranks, arrays] = lowered.count("\n")
+    assert lines[6, 6] - lines[2, 6] == lines[6, 2] - lines[2, 2]
 
 
 @pytest.mark.parametrize(
