@@ -1,5 +1,7 @@
 """Gradient accumulation: one step of an optimizer, and one communication, for several gradients."""
 
+import warnings
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,8 +12,16 @@ from jax.typing import ArrayLike
 
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._marks import equal_on_all_ranks
-from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, wide
-from jaxmpi._optim.mean import Weight, as_weight, scaled
+from jaxmpi._optim.float_leaves import (
+    check_transform,
+    checked_count,
+    either,
+    equal_types,
+    map_floats,
+    wide,
+)
+from jaxmpi._optim.loss import as_floats, have_identical_leaves
+from jaxmpi._optim.mean import Weight, as_weight, scaled, weight_error
 from jaxmpi._per_rank_state import PerRankState
 
 __all__ = ["AccumulateState", "accumulate"]
@@ -24,11 +34,14 @@ class AccumulateState(NamedTuple):
       calls: calls of `update` since the last call of `inner`, an int32 that is equal on all ranks.
       sums: a `PerRankState` of (Σ_i w_i·g_i, Σ_i w_i) over these calls, on this rank. The sums of
         gradients have the shapes of the parameters, and 32 bits at least.
+      value_sums: a `PerRankState` of (Σ_i w_i·v_i, Σ_i w_i) over those of these calls that got a
+        `value` v_i, on this rank: two scalars.
       inner: the state of the inner transform.
     """
 
     calls: jax.Array
     sums: PerRankState
+    value_sums: PerRankState
     inner: PyTree
 
 
@@ -42,6 +55,10 @@ def accumulate(
     over `every` calls of `update`, with w_i = 1 if `update` gets no `weight`. If it gets weights,
     `inner` gets their sum as its `weight`: around `distributed` the mean is exact over all
     micro-batches of all ranks.
+
+    The `value` that `inner` gets is the same mean of the values of these calls, and `grad`, which
+    must be the gradients themselves, is ḡ. Functions such as `value_fn` are those of the call that
+    takes the step, whose samples they see: use `every=1` for a line search.
 
         tx = jaxmpi.accumulate(jaxmpi.distributed(optax.adam(1e-3)), every=4)
 
@@ -67,10 +84,14 @@ def accumulate(
 
     Raises:
       ValueError: `every` is below 1; in `update`, a gradient has another shape than its parameter,
-        or a weight is negative or no scalar, as in `distributed`. Called eagerly on several ranks,
-        `distributed` as `inner` raises the latter on all ranks, in the call that takes a step.
-      TypeError: `inner` is no optax transform; a leaf of integers, with its path; `flush` is no
-        boolean.
+        `value` is no scalar, `grad` is not the gradients themselves, or a weight is negative or no
+        scalar, as in `distributed`. Called eagerly on several ranks, `distributed` as `inner`
+        raises the latter on all ranks, in the call that takes a step.
+      TypeError: `inner` is no optax transform; `every` is no integer; a leaf of integers, with its
+        path; `flush` is no boolean.
+
+    Warns:
+      UserWarning: called eagerly on several ranks, this rank's weight is wrong.
 
     >>> tx = accumulate(optax.sgd(1.0), every=4)
     >>> state = tx.init(jnp.array(0.0))
@@ -80,20 +101,21 @@ def accumulate(
     Array(-3., dtype=float32)
     """
     check_transform("accumulate", "inner", inner)
-    if every < 1:
-        raise ValueError(
-            f"accumulate: every is {every}. It is the number of steps for one communication: 1 or "
-            "more."
-        )
+    every = checked_count("accumulate", "every", every, "the number of steps for one communication")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> AccumulateState:
-        total_dtype = widest(*(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
-        zeros = map_floats(
-            "accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params
+        zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(x.dtype)), params)
+        # Weights are real. Three arrays, as a step may be given the state's buffers.
+        sums = [x for x in jax.tree.leaves(zeros) if x.dtype != jax.dtypes.float0]
+        dtype = widest(*(jnp.finfo(x.dtype).dtype for x in sums))
+        total_weight, *value_sums = (jnp.zeros((), dtype) for _ in range(3))
+        return AccumulateState(
+            jnp.zeros((), jnp.int32),
+            PerRankState((zeros, total_weight)),
+            PerRankState((*value_sums,)),
+            inner.init(params),
         )
-        sums = PerRankState((zeros, jnp.zeros((), total_dtype)))
-        return AccumulateState(jnp.zeros((), jnp.int32), sums, inner.init(params))
 
     def update(
         updates: PyTree,
@@ -105,25 +127,37 @@ def accumulate(
         **extra_args: object,
     ) -> tuple[PyTree, AccumulateState]:
         _check_flush(flush)
+        value, grad = extra_args.get("value"), extra_args.get("grad")
+        _check_value_and_grad(value, grad, updates)
         # Σ_i w_i·g_i and Σ_i w_i. A wrong weight is NaN here, and reaches the other ranks in the
         # mean of `inner`.
-        w, _ = as_weight("accumulate", 1 if weight is None else weight, updates)
+        w, problem = as_weight("accumulate", 1 if weight is None else weight, updates)
+        if problem:  # this rank alone knows it, and its state holds numbers only
+            warnings.warn(
+                f"{weight_error('accumulate', problem)} The call that takes the step raises an "
+                "error on all ranks.",
+                stacklevel=2,
+            )
         sums, total_weight = state.sums.per_rank
         sums = map_floats("accumulate", _add, sums, scaled("accumulate", updates, w))
         total_weight = total_weight + w.astype(total_weight.dtype)
+        value_sum, value_weight = state.value_sums.per_rank
+        if value is not None:
+            value = as_floats(value)
+            value_sum = value_sum + scaled("accumulate", value, w).astype(value_sum.dtype)
+            value_weight = value_weight + w.astype(value_weight.dtype)
         calls = equal_on_all_ranks(state.calls) + 1
 
         def take_step(total_weight: jax.Array) -> tuple[PyTree, PyTree]:
-            # Without any sample the sums are 0, and so is the mean.
-            divisor = jnp.where(total_weight != 0, total_weight, 1)
-            mean = map_floats(
-                "accumulate",
-                lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype),
-                sums,
-                updates,
-            )
-            weight_args = {} if weight is None else {"weight": total_weight}
-            out, inner_state = inner.update(mean, state.inner, params, **weight_args, **extra_args)
+            mean = map_floats("accumulate", partial(_divided, total_weight), sums, updates)
+            args = dict(extra_args)
+            if weight is not None:
+                args["weight"] = total_weight
+            if value is not None:
+                args["value"] = _divided(value_weight, value_sum, value)
+            if grad is not None:
+                args["grad"] = mean
+            out, inner_state = inner.update(mean, state.inner, params, **args)
             return out, equal_types(inner_state, state.inner)
 
         # The other branch returns zeros in the shapes and dtypes that `inner` would return.
@@ -136,10 +170,13 @@ def accumulate(
         is_due = (calls == every) | flush
         out, inner_state = either(is_due, take_step, wait, total_weight)
         # After a step, start again from zero.
-        calls, sums, total_weight = jax.tree.map(
-            lambda x: jnp.where(is_due, jnp.zeros_like(x), x), (calls, sums, total_weight)
+        calls, sums, value_sums = jax.tree.map(
+            lambda x: jnp.where(is_due, jnp.zeros_like(x), x),
+            (calls, (sums, total_weight), (value_sum, value_weight)),
         )
-        return out, AccumulateState(calls, PerRankState((sums, total_weight)), inner_state)
+        return out, AccumulateState(
+            calls, PerRankState(sums), PerRankState(value_sums), inner_state
+        )
 
     def update_every_call(
         updates: PyTree,
@@ -155,6 +192,29 @@ def accumulate(
     if every == 1:
         return optax.GradientTransformationExtraArgs(inner.init, update_every_call)
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _divided(total_weight: jax.Array, total: jax.Array, like: jax.Array) -> jax.Array:
+    """Return the mean of weighted numbers from their sum, in the dtype of `like`.
+
+    Without any sample the sum is 0, and so is the mean.
+    """
+    divisor = jnp.where(total_weight != 0, total_weight, 1)
+    return (total / divisor.astype(total.dtype)).astype(like.dtype)
+
+
+def _check_value_and_grad(value: ArrayLike | None, grad: PyTree, updates: PyTree) -> None:
+    """Raise a ValueError unless `value` and `grad` of an update can be accumulated."""
+    if value is not None and jnp.shape(value) != ():
+        raise ValueError(
+            f"accumulate: update got value of shape {list(jnp.shape(value))}. Pass the loss, one "
+            "number."
+        )
+    if grad is not None and not have_identical_leaves(grad, updates):
+        raise ValueError(
+            "accumulate: update got grad, which is not the gradients themselves. Call "
+            "update(grads, state, params, grad=grads), or leave grad out."
+        )
 
 
 def _check_flush(flush: ArrayLike) -> None:

@@ -45,9 +45,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         updates = with_parameters(updates, f"clip_by_global_norm max_norm={max_norm}")
         norm = jnp.sqrt(_sum_of_squares(updates))
         factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
-        return map_floats(
-            "clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates
-        ), state
+
+        def clip(x: jax.Array) -> jax.Array:
+            # rounded after the product: the factor alone may be 0 in short floats
+            return (x.astype(wide(x.dtype)) * factor.astype(wide(x.dtype))).astype(x.dtype)
+
+        return map_floats("clip_by_global_norm", clip, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -63,7 +66,7 @@ def _sum_of_squares(tree: PyTree) -> jax.Array:
             squares_along.setdefault(x.axis, []).append(square)
         elif is_sharded_array(x):  # a scalar is whole on every rank
             squares.append(_square(as_whole(x.shard, x.axis)))
-        elif x.dtype != jax.dtypes.float0:
+        elif jnp.result_type(x) != jax.dtypes.float0:
             squares.append(_square(x))
     # one allreduce for each axis; its result is equal along the axis, which the mark says
     for axis, of_shards in squares_along.items():

@@ -30,6 +30,7 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -48,7 +49,7 @@ from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._lowering.trace import evaluate
 from jaxmpi._marks import with_parameters
-from jaxmpi._optim.float_leaves import map_floats, wide
+from jaxmpi._optim.float_leaves import checked_count, map_floats, wide
 from jaxmpi._optim.mean import Mean, Traits
 from jaxmpi._world import session
 
@@ -90,10 +91,14 @@ def micro_batch_grads(
       UserWarning: on a GPU, if XLA_FLAGS has no `--xla_gpu_deterministic_ops`.
 
     Raises:
-      ValueError: when called, if the number of ranks p does not divide M (`RankCountError`), or M/p
-        does not divide the length b of a leaf of the batch, with its path; if `fun` communicates,
-        with the source line.
+      TypeError: M is no integer.
+      ValueError: M is below 1; when called, if the number of ranks p does not divide M
+        (`RankCountError`), or M/p does not divide the length b of a leaf of the batch, with its
+        path; if `fun` communicates, with the source line.
     """
+    micro_batches = checked_count(
+        "micro_batch_grads", "micro_batches", micro_batches, "how many all ranks have together"
+    )
 
     def grads(params: PyTree, batch: PyTree, *rest: PyTree) -> PyTree:
         count_here = _micro_batches_per_rank("micro_batch_grads", micro_batches, axis)
@@ -189,14 +194,17 @@ class MicroBatchMean(Mean):
         branch = count_here & -count_here if size > 1 else count_here
 
         def check(path: KeyPath, x: jax.Array) -> None:
-            if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != count_here):
+            shape = jnp.shape(x)
+            if shape[:1] != (count_here,):
                 raise ValueError(
-                    f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first "
+                    f"{function}: leaf {leaf_name(path)} has shape {list(shape)}, and its first "
                     f"axis must be the {count_here} micro-batches of this rank. Make the gradients "
                     "with jaxmpi.micro_batch_grads."
                 )
 
         jax.tree_util.tree_map_with_path(check, stacks)
+        # The gradients of integers hold no numbers: none are sent.
+        stacks, put = _without_float0(stacks)
         named = with_parameters(stacks, f"{function} micro_batches={micro_batches}")
 
         # 1. Each rank adds up its complete branches: `[branches, numbers]`, or, on one rank,
@@ -214,7 +222,7 @@ class MicroBatchMean(Mean):
         #    micro-batches), adds them in the order of the tree, and sends the sums to all ranks
         #    (allgather: `[size, columns]`).
         if size > 1:
-            caller = Caller("micro_batch_grads")
+            caller = Caller(function)
             shards = map_floats(function, lambda x: _shards_of_rows(x, size), sums)
             shards = caller.alltoall(shards, axis=self.axis)
             sums = map_floats(function, lambda x: _tree_sum(lax.collapse(x, 0, 2)), shards)
@@ -226,18 +234,39 @@ class MicroBatchMean(Mean):
             mean = total.reshape(-1)[:numbers] / micro_batches
             return mean.reshape(x.shape[1:]).astype(x.dtype)
 
-        return _fusion_barrier(function, map_floats(function, mean_of, stacks, sums))
+        return put(_fusion_barrier(function, map_floats(function, mean_of, stacks, sums)))
+
+
+def _without_float0(stacks: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return stacks with None for each leaf of float0, and a function that puts them into means.
+
+    The mean of a stack of float0 `[k, ...]` is float0 `[...]`.
+    """
+    leaves, treedef = jax.tree.flatten(stacks)
+    numbers: list[PyTree] = list(leaves)
+    kept: dict[int, np.ndarray] = {}
+    for i, x in enumerate(leaves):
+        if jnp.result_type(x) == jax.dtypes.float0:
+            numbers[i], kept[i] = None, np.zeros(jnp.shape(x)[1:], jax.dtypes.float0)
+
+    def put(means: PyTree) -> PyTree:
+        outs = treedef.flatten_up_to(means)
+        for i, x in kept.items():
+            outs[i] = x
+        return treedef.unflatten(outs)
+
+    return treedef.unflatten(numbers), put
 
 
 def _micro_batches_per_rank(function: str, micro_batches: int, axis: Axis) -> int:
     """Return M/p, the number of micro-batches of each rank.
 
     Raises:
-      ValueError: M is below 1, or p does not divide it (`RankCountError`).
+      RankCountError: p does not divide M.
     """
     size = axis_size(axis, session.current(function))
-    if micro_batches < 1 or micro_batches % size:
-        raise (RankCountError if micro_batches > 0 else ValueError)(
+    if micro_batches % size:
+        raise RankCountError(
             f"{function}: micro_batches is {micro_batches}, which {size} ranks cannot share "
             f"equally. Use a multiple of {size}."
         )
@@ -269,7 +298,7 @@ def _fusion_barrier(function: str, tree: PyTree) -> PyTree:
     before it fuses. But it does not know that n² + n is even for an integer n, also where it
     overflows. So it must keep a branch that depends on it.
     """
-    leaves = [x for x in jax.tree.leaves(tree) if x.size and x.dtype != jax.dtypes.float0]
+    leaves = [x for x in jax.tree.leaves(tree) if x.size]
     if not leaves:
         return tree
     n = leaves[0].reshape(-1)[0].real.astype(jnp.int32)

@@ -21,8 +21,8 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._optim.adasum import Adasum
 from jaxmpi._optim.codec import Codec, CodecMean, check_codec
 from jaxmpi._optim.deterministic import MicroBatchMean, invariant_update
-from jaxmpi._optim.float_leaves import check_shapes, check_transform, made_of
-from jaxmpi._optim.loss import ExtraArgs
+from jaxmpi._optim.float_leaves import check_shapes, check_transform, checked_count, made_of
+from jaxmpi._optim.loss import ExtraArgs, refuse_per_rank
 from jaxmpi._optim.mean import Allreduce, Mean, Weight
 from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._per_rank_state import PerRankState
@@ -115,8 +115,8 @@ def distributed(
         number of micro-batches that the ranks cannot share equally, or gradients without their
         axis; called eagerly, on all ranks, a weight of any rank that is not one finite number of 0
         or more. In a traced step, such a weight makes all updates NaN on all ranks.
-      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf cannot be averaged, with
-        its path.
+      TypeError: `inner` is no optax transform, `codec` no codec, or `micro_batches` no integer; a
+        leaf cannot be averaged, with its path.
 
     >>> import jax.numpy as jnp
     >>> tx = distributed(optax.sgd(0.5))
@@ -181,7 +181,7 @@ def _mean_of(op: str, codec: Codec | None, micro_batches: int | None, axis: Axis
 
     Raises:
       ValueError: an argument is wrong, or the arguments select several means.
-      TypeError: `codec` is no codec.
+      TypeError: `codec` is no codec, or `micro_batches` no integer.
     """
     if op not in (*OPS, "adasum"):
         raise ValueError(
@@ -197,11 +197,9 @@ def _mean_of(op: str, codec: Codec | None, micro_batches: int | None, axis: Axis
         check_codec("distributed", codec, axis)
         selected.append(CodecMean("distributed", codec, axis))
     if micro_batches is not None:
-        if micro_batches < 1:
-            raise ValueError(
-                f"distributed: micro_batches is {micro_batches}. It is how many all ranks have "
-                "together: 1 or more."
-            )
+        micro_batches = checked_count(
+            "distributed", "micro_batches", micro_batches, "how many all ranks have together"
+        )
         selected.append(MicroBatchMean("distributed", micro_batches, axis))
     if len(selected) > 1 or (selected and op != "mean"):
         arguments = " and ".join(mean.traits.argument for mean in (*selected, mean_of_op))
@@ -253,13 +251,7 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
         weight: Weight | None = None,
         **extra_args: object,
     ) -> tuple[PyTree, PyTree]:
-        extra = ExtraArgs(extra_args, None)
-        if per_rank := [*extra.local, *extra.functions]:
-            raise ValueError(
-                f"average_gradients: update got {' and '.join(per_rank)}, and the transforms that "
-                "follow would get this rank's value as if it were equal on all ranks. Use "
-                "jaxmpi.distributed(inner) instead, with those transforms as inner."
-            )
+        refuse_per_rank("average_gradients", extra_args)
         if params is not None:
             check_shapes("average_gradients", updates, params)
         means, _, _ = mean.average(updates, (), weight, ())

@@ -1,5 +1,6 @@
 """Floats in trees, and what the transforms share: checks of arguments, branches, dtypes."""
 
+import operator
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TypeVar
@@ -20,6 +21,7 @@ __all__ = [
     "check_in_step",
     "check_shapes",
     "check_transform",
+    "checked_count",
     "either",
     "equal_types",
     "floats",
@@ -52,6 +54,32 @@ def check_transform(function: str, name: str, transform: object) -> None:
             f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as "
             "optax.adam(1e-3)."
         )
+
+
+def checked_count(function: str, name: str, value: object, what: str, *, least: int = 1) -> int:
+    """Return an argument that counts something as an int.
+
+    Args:
+      function: for the error.
+      name: of the argument.
+      value: the argument: an integer of Python, NumPy or JAX. A boolean is none.
+      what: what it counts, for the error: it ends "It is {what}: {least} or more."
+      least: the smallest number that is allowed.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it is below `least`.
+    """
+    advice = f"It is {what}: {least} or more."
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{function}: {name} is {value!r}, not an integer. {advice}") from None
+    if number < least:
+        raise ValueError(f"{function}: {name} is {number}. {advice}")
+    return number
 
 
 def made_of(params: PyTree, make: Callable[[PyTree], PyTree]) -> PyTree:
@@ -119,7 +147,8 @@ def sum_of(squares: Iterable[jax.Array]) -> jax.Array:
 def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others: PyTree) -> PyTree:
     """Apply `work` to the leaves of real or complex numbers, as `jax.tree.map` does.
 
-    A leaf of float0, the gradient of an integer, stays as it is.
+    A leaf of float0, the gradient of an integer, stays as it is. `work` gets arrays, also of
+    Python numbers.
 
     Raises:
       TypeError: a leaf of integers or booleans, with its path.
@@ -134,9 +163,14 @@ def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others
                 f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient. Take it "
                 "out of the tree, or hide it with optax.masked."
             )
-        return work(x, *ys)
+        return work(*map(_number_as_array, (x, *ys)))
 
     return jax.tree_util.tree_map_with_path(one, tree, *others)
+
+
+def _number_as_array(x: PyTree) -> PyTree:
+    """Return a Python number as an array, and anything else as it is."""
+    return jnp.asarray(x) if isinstance(x, int | float | complex) else x
 
 
 def floats(
@@ -144,15 +178,15 @@ def floats(
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], PyTree]]:
     """Return the leaves of real numbers, and a function that makes the tree of new ones.
 
-    Leaves of float0 are left out, and stay in the tree.
+    Leaves of float0 are left out, and stay in the tree. Python numbers become arrays.
 
     Raises:
       TypeError: a leaf of anything else, with its path.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [x for _, x in paths]
+    leaves = [_number_as_array(x) for _, x in paths]
     chosen = []
-    for i, (path, x) in enumerate(paths):
+    for i, (x, (path, _)) in enumerate(zip(leaves, paths, strict=True)):
         if x.dtype == jax.dtypes.float0:
             continue
         if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -126,7 +126,10 @@ def unshard(
     `ShardedArray` becomes its array; a `ShardedState` becomes the state of one rank. Anything else
     stays as it is. The tree may be an `nnx.Optimizer`, or the `nnx.state` of one. The derivative
     with respect to a `ShardedArray` is this rank's shard of the mean of the gradients of all ranks,
-    or of the ranks along its axis.
+    or of the ranks along its axis. It is a reverse derivative: on several ranks, `jax.jvp` and
+    `jax.linearize` of `unshard` are JAX's TypeError. For a Hessian-vector product, unshard the
+    parameters and the vector, and differentiate `jaxmpi.average_loss(loss)` with respect to the
+    whole arrays.
 
     Whole arrays stay in memory until the backward pass has used them. In a `jax.checkpoint` they
     are gathered again there, so that in a scan over stacked layers one layer at a time is whole:
@@ -160,7 +163,7 @@ def unshard(
 
     Raises:
       ValueError: a leaf was sharded for another number of ranks, or over an axis that they do not
-        have, with its path; weights as in `distributed`.
+        have, with its path; where it is differentiated, weights as in `distributed`.
       RankMismatchError: on every rank, called eagerly, a leaf is no shard and not equal on the
         ranks, with its path and the ranks.
       RuntimeError: called under `jax.jit` instead of `jaxmpi.jit`, on the xla backend and on

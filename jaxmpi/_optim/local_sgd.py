@@ -33,6 +33,7 @@ from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._optim.codec import UNCODED, Codec, CodecMean, OneMessageMean, check_codec
 from jaxmpi._optim.float_leaves import (
     check_transform,
+    checked_count,
     either,
     equal_types,
     floats,
@@ -176,24 +177,24 @@ def local_sgd(
       ValueError: `every` is below 1; `fragments` is below 1 or above `every`; the delay is negative
         or not below `every`; the codec is for another axis, or has no `one_message` and there are
         fragments or a delay; in `update`, no parameters, or an unknown axis.
-      TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, or
-        of complex numbers with a codec, fragments or a delay, with its path.
+      TypeError: `inner` or `outer` is no optax transform, `codec` no codec; `every`, `fragments` or
+        `delay` is no integer; a leaf of integers, or of complex numbers with a codec, fragments or
+        a delay, with its path.
     """
     check_transform("local_sgd", "inner", inner)
     if outer is not None:
         check_transform("local_sgd", "outer", outer)
     if codec is not None:
         check_codec("local_sgd", codec, axis)
-    if every < 1:
-        raise ValueError(
-            f"local_sgd: every is {every}. It is the number of steps between averagings: 1 or more."
-        )
-    if not 1 <= fragments <= every:
+    every = checked_count("local_sgd", "every", every, "the number of steps between averagings")
+    fragments = checked_count("local_sgd", "fragments", fragments, "a number of pieces")
+    delay = checked_count("local_sgd", "delay", delay, "a number of calls", least=0)
+    if fragments > every:
         raise ValueError(
             f"local_sgd: fragments is {fragments}. It must be at least 1, and at most "
             f"every={every}."
         )
-    if not 0 <= delay < every:
+    if delay >= every:
         raise ValueError(
             f"local_sgd: delay is {delay}. It must be 0 or more, and below every={every}."
         )

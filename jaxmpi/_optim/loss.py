@@ -22,7 +22,7 @@ from jaxmpi._optim.mean import Allreduce, Mean, Weight, as_weight
 from jaxmpi._optim.sharded_array import Shard, is_shard
 from jaxmpi._world import session
 
-__all__ = ["ExtraArgs", "average_loss"]
+__all__ = ["ExtraArgs", "as_floats", "average_loss", "have_identical_leaves", "refuse_per_rank"]
 
 P = ParamSpec("P")
 
@@ -168,8 +168,8 @@ class ExtraArgs:
                 self.others[name] = x
         for name in REDUCED_ARGUMENTS:
             if name in extra_args:
-                self.local[name] = jax.tree.map(_as_floats, extra_args[name])
-        self._grad_is_updates = _have_identical_leaves(extra_args.get("grad"), updates)
+                self.local[name] = jax.tree.map(as_floats, extra_args[name])
+        self._grad_is_updates = have_identical_leaves(extra_args.get("grad"), updates)
         if self._grad_is_updates:
             del self.local["grad"]
 
@@ -208,7 +208,21 @@ class ExtraArgs:
         return jax.tree.map(mark, trees, is_leaf=is_shard)
 
 
-def _as_floats(x: ArrayLike) -> ArrayLike:
+def refuse_per_rank(function: str, extra_args: dict[str, object]) -> None:
+    """Raise a ValueError if a link of a chain gets arguments that it would have to reduce.
+
+    The links after it get the same arguments, so it cannot: they would use this rank's values.
+    """
+    extra = ExtraArgs(extra_args, None)
+    if per_rank := [*extra.local, *extra.functions]:
+        raise ValueError(
+            f"{function}: update got {' and '.join(per_rank)}, and the transforms that follow "
+            "would get this rank's value as if it were equal on all ranks. Use "
+            "jaxmpi.distributed(inner) instead, with those transforms as inner."
+        )
+
+
+def as_floats(x: ArrayLike) -> ArrayLike:
     """Return x as floats: a mean of integers would be rounded down. float0 stays as it is."""
     dtype = jnp.result_type(x)
     if dtype == jax.dtypes.float0:
@@ -216,7 +230,7 @@ def _as_floats(x: ArrayLike) -> ArrayLike:
     return jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
 
 
-def _have_identical_leaves(tree: PyTree, other: PyTree) -> bool:
+def have_identical_leaves(tree: PyTree, other: PyTree) -> bool:
     """Return whether two trees have one structure, and the very same arrays as leaves."""
     if tree is None:
         return False

@@ -1,8 +1,9 @@
 """Means over the ranks: the interface `Mean`, plain means, and weighted means.
 
-`distributed`, `sharded`, `unshard`, `local_sgd`, `average_gradients` and `average_metrics` form
-their means through a `Mean`. Like a `jaxmpi.codecs.Codec`, it has the functions `init` and `mean`.
-Its `traits` say which arguments of `update` it can be combined with.
+`distributed`, `sharded`, `unshard`, `local_sgd`, `average_gradients`, `measure_noise_scale`,
+`average_loss` and `average_metrics` form their means through a `Mean`. Like a
+`jaxmpi.codecs.Codec`, it has the functions `init` and `mean`. Its `traits` say which arguments of
+`update` it can be combined with.
 
 With x_r the tree of rank r, and p ranks:
 
@@ -51,6 +52,7 @@ __all__ = [
     "as_weight",
     "check_total",
     "scaled",
+    "weight_error",
 ]
 
 # The weight of this rank: a number of samples or tokens. Under `simulate`, a `PerRank` holds the
@@ -76,6 +78,11 @@ class Traits(NamedTuple):
         threads. The inner transform is then evaluated in such an order, too.
       one_program: whether an eager call of the weighted mean is compiled as one program. A codec is
         not: it runs operation by operation.
+      weights_first: whether the mean of the weights is formed first, and the weights divided by it
+        before they are factors. Codes that a message averages have no scale of their own, but may
+        have a range, such as float16's: only the ratios of the weights may reach them. Codes that
+        are gathered have a scale, and get w·x: what is combined with a mean and then gathered would
+        have to be equal on all ranks, see `_analysis.carried`.
     """
 
     argument: str
@@ -86,6 +93,7 @@ class Traits(NamedTuple):
     has_state: bool = False
     one_order: bool = False
     one_program: bool = True
+    weights_first: bool = False
 
 
 class Mean(ABC):
@@ -282,6 +290,8 @@ class Weighted(Mean):
 
         Σ_r w_r·x_r / Σ_r w_r = ((1/p) · Σ_r w_r·x_r) / ((1/p) · Σ_r w_r)
 
+    or, with `traits.weights_first`, as the mean of (w / mean of w)·x.
+
     The weight of a rank is its number of samples or tokens. These rules hold for every function of
     jaxmpi that takes a weight:
 
@@ -336,21 +346,35 @@ WeightedTrees: TypeAlias = tuple[jax.Array, PyTree, PyTree, PyTree]
 
 def _weighted(inner: Mean, empty: float) -> Callable[..., WeightedTrees]:
     """Return a function (w, updates, extra, state) -> `WeightedTrees`; `inner` forms the means."""
+    function = inner.function
 
     def weighted_means(
         w: jax.Array, updates: PyTree, extra: PyTree, state: PyTree
     ) -> WeightedTrees:
         # w·x, and w itself, which travels with the extra
-        products = scaled(inner.function, updates, w)
-        extra_products = scaled(inner.function, extra, w)
-        means, (mean_weight, extra_means), new_state = inner.mean(
-            products, (w, extra_products), state
-        )
+        extra_products = (w, scaled(function, extra, w))
+        if inner.traits.weights_first:
+            # The same messages, in this order: the extra, then the products.
+            (mean_weight, extra_means), _, _ = Allreduce(function, axis=inner.axis).mean(
+                extra_products, (), ()
+            )
+            divisor = jnp.where(mean_weight != 0, mean_weight, 1)
+            means, _, new_state = inner.mean(scaled(function, updates, w / divisor), (), state)
+            # They are means already, unless all weights are 0, or one is wrong.
+            still_to_divide = jnp.where(
+                (mean_weight != 0) & jnp.isfinite(mean_weight), 1, mean_weight
+            )
+        else:
+            products = scaled(function, updates, w)
+            means, (mean_weight, extra_means), new_state = inner.mean(
+                products, extra_products, state
+            )
+            still_to_divide = mean_weight
         # mean of w·x / mean of w; without any sample, the state of the codec does not change
         return (
             mean_weight,
-            _divided(inner.function, means, mean_weight, empty),
-            _divided(inner.function, extra_means, mean_weight, empty),
+            _divided(function, means, still_to_divide, empty),
+            _divided(function, extra_means, mean_weight, empty),
             jax.tree.map(lambda new, old: jnp.where(mean_weight != 0, new, old), new_state, state),
         )
 
@@ -387,11 +411,11 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
     for leaf in jax.tree.leaves(tree, is_leaf=is_per_rank):
         x = leaf.stack if isinstance(leaf, PerRank) else leaf
         if _is_inexact(x):
-            real_dtypes.append(jnp.finfo(x.dtype).dtype)
+            real_dtypes.append(jnp.finfo(jnp.result_type(x)).dtype)
     dtype = widest(*real_dtypes)
     problem = _weight_problem(weight)
     if problem and (session.size() == 1 or _jaxcompat.tracing()):
-        raise ValueError(_weight_error(function, problem))
+        raise ValueError(weight_error(function, problem))
     if problem:
         return jnp.full((), jnp.nan, dtype), problem
     if isinstance(weight, jax.core.Tracer):
@@ -429,8 +453,8 @@ def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS
     problems = session.current(function).allgather_object(problem)
     ranks = [rank for rank, found in enumerate(problems) if found]
     if not ranks:
-        raise ValueError(_weight_error(function, "is too large for a sum"))
-    raise ValueError(_weight_error(function, problems[ranks[0]], ranks))
+        raise ValueError(weight_error(function, "is too large for a sum"))
+    raise ValueError(weight_error(function, problems[ranks[0]], ranks))
 
 
 def scaled(function: str, tree: PyTree, w: jax.Array) -> PyTree:
@@ -477,7 +501,7 @@ def _weight_problem(weight: Weight) -> str:
     """
     x = weight.stack if isinstance(weight, PerRank) else weight
     if isinstance(x, int):  # it may be too large for float64
-        return "" if 0 <= x < 2**1023 else f"is {x}"[:80]
+        return "" if 0 <= x < 2**1023 else f"is {int(x)}"[:80]
     try:
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if is_per_rank(weight):  # the first axis of the stack counts the ranks
@@ -497,7 +521,7 @@ def _weight_problem(weight: Weight) -> str:
     return f"is {wrong[0]}" if wrong.size else ""
 
 
-def _weight_error(function: str, problem: str, ranks: list[int] | None = None) -> str:
+def weight_error(function: str, problem: str, ranks: list[int] | None = None) -> str:
     """Return the text of the error for a wrong weight; `ranks` are those that passed one."""
     where = f"; {in_words(ranks)} did not" if ranks else ""
     return (

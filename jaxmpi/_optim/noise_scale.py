@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import sum_of, wide
+from jaxmpi._optim.float_leaves import check_shapes, sum_of, wide
+from jaxmpi._optim.loss import refuse_per_rank
 from jaxmpi._optim.mean import Allreduce, Weight
 from jaxmpi._world import session
 
@@ -20,7 +21,8 @@ class NoiseScaleState(NamedTuple):
     Attributes:
       signal: |G|², the squared norm of the true gradient, averaged over steps.
       noise: tr Σ of one rank's batch, averaged over steps.
-      steps: the number of steps measured; 0 on one rank, where nothing is measured.
+      steps: the number of steps measured; 0 on one rank, where nothing is measured. A step whose
+        gradients, or their squares, are not finite is not measured.
       decay: the decay of the two averages.
     """
 
@@ -53,7 +55,12 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
 
     More samples in a step than about B stop helping (McCandlish et al. 2018, "An empirical model of
     large-batch training", appendix A.1). The batches of all ranks must be equally large. On one
-    rank there is nothing to compare: the updates stay as they are, and the scale is NaN.
+    rank there is nothing to compare: the updates stay as they are, and the scale is NaN. A step
+    with a NaN or an infinity in the norms is left out of the averages.
+
+    As in `average_gradients`, `update` takes no `value`, `grad` or callables. For an optimizer that
+    needs them, call the `update` of `measure_noise_scale` by itself, and give the updates that it
+    returns to `distributed(inner)`.
 
         tx = optax.chain(jaxmpi.measure_noise_scale(), optax.adam(1e-3))
         state[0].scale(batch_size_of_a_rank)
@@ -65,7 +72,8 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
       decay: the decay of the averages of |G|² and tr Σ over steps: at least 0, below 1.
 
     Raises:
-      ValueError: decay is not in this range; when called, a weight.
+      ValueError: decay is not in this range; `update` gets a weight, `value`, `grad` or a callable,
+        or gradients of single samples, which have one axis more than the parameters.
     """
     if not 0 <= decay < 1:
         raise ValueError(
@@ -95,6 +103,9 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
                 "measure_noise_scale: update got a weight, and the batches must be equally large. "
                 "Leave it out, or use average_gradients."
             )
+        refuse_per_rank("measure_noise_scale", extra_args)
+        if params is not None:
+            check_shapes("measure_noise_scale", updates, params)
         size = session.size()
         if size == 1:
             return updates, state
@@ -102,11 +113,16 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         large = _square(mean)
         signal = (size * large - small) / (size - 1)
         noise = (small - large) * size / (size - 1)
+        # A NaN would stay in the averages for ever. The norms are equal on all ranks.
+        is_finite = jnp.isfinite(signal) & jnp.isfinite(noise)
         # averages over steps: a plain mean at first, until `decay` takes over
         rate = jnp.maximum(1 - state.decay, 1 / (state.steps.astype(jnp.float32) + 1))
         signal = state.signal + rate * (signal - state.signal)
         noise = state.noise + rate * (noise - state.noise)
-        return mean, NoiseScaleState(signal, noise, state.steps + 1, state.decay)
+        signal = jnp.where(is_finite, signal, state.signal)
+        noise = jnp.where(is_finite, noise, state.noise)
+        steps = state.steps + is_finite.astype(jnp.int32)
+        return mean, NoiseScaleState(signal, noise, steps, state.decay)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -115,7 +131,7 @@ def _square(tree: PyTree) -> jax.Array:
     """Return the squared norm of all numbers of a tree, a float32."""
     squares = []
     for x in jax.tree.leaves(tree):
-        if x.dtype != jax.dtypes.float0:
+        if jnp.result_type(x) != jax.dtypes.float0:
             size = jnp.abs(x)  # of complex numbers
             squares.append(jnp.sum(jnp.square(size.astype(wide(size.dtype)))))
     return sum_of(squares).astype(jnp.float32)

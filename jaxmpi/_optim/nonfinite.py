@@ -14,7 +14,14 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
 from jaxmpi._marks import with_parameters
-from jaxmpi._optim.float_leaves import check_transform, equal_types, map_floats, wide
+from jaxmpi._optim.float_leaves import (
+    check_transform,
+    checked_count,
+    equal_types,
+    map_floats,
+    wide,
+)
+from jaxmpi._optim.loss import have_identical_leaves
 from jaxmpi._optim.mean import Weight, as_weight
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
@@ -62,8 +69,9 @@ class SkipState(NamedTuple):
 def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Skip a step on all ranks if the gradient of any rank has a NaN or an infinity.
 
-    In a skipped step the updates are zero, the state of `inner` stays as it was, and `skipped` goes
-    up by one. Put it around the transform that communicates:
+    `value` and `grad` count like the gradient, where `update` gets them. In a skipped step the
+    updates are zero, the state of `inner` stays as it was, and `skipped` goes up by one. The state
+    of `inner` keeps the dtypes of its `init`. Put it around the transform that communicates:
 
         tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(1e-3)))
 
@@ -83,7 +91,9 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, SkipState]:
-        bad = _computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
+        reduced = [extra_args.get("value"), extra_args.get("grad")]
+        finite = _finite((updates, reduced), extra_args.get("weight"))
+        bad = _computed_once(any_rank(~finite))
         # The step is always computed, and then kept or not: the vote travels in one message with
         # the mean of the gradients, so the mean cannot wait for it.
         out, after = inner.update(updates, state.inner, params, **extra_args)
@@ -117,7 +127,11 @@ def dynamic_loss_scale(
     For float16, in which small gradients become zero: multiply the loss by `state.scale` before you
     differentiate it. If the gradient of any rank is not finite, all ranks skip the step and halve
     the scale; after `growth_every` finite steps they double it (Micikevicius et al. 2018, "Mixed
-    precision training"). `inner` gets short floats as float32, or they would become zero again.
+    precision training"). `inner` gets short floats as float32, or they would become zero again; for
+    its state, it gets short parameters as float32, too.
+
+    `update` divides `grad` as it does the gradients. `value` and functions such as `value_fn` are
+    those of the loss itself, without the scale.
 
     **Collective:** every rank calls `update`.
     **Communication:** as in `skip_nonfinite`.
@@ -129,33 +143,39 @@ def dynamic_loss_scale(
 
     Raises:
       ValueError: `initial` is not above 0, or `growth_every` is below 1.
-      TypeError: as in `skip_nonfinite`.
+      TypeError: `growth_every` is no integer; as in `skip_nonfinite`.
     """
     if not initial > 0:
         raise ValueError(f"dynamic_loss_scale: initial is {initial}. It must be above 0.")
-    if growth_every < 1:
-        raise ValueError(
-            f"dynamic_loss_scale: growth_every is {growth_every}. It is a number of steps: 1 or "
-            "more."
-        )
+    growth_every = checked_count(
+        "dynamic_loss_scale", "growth_every", growth_every, "a number of steps"
+    )
     check_transform("dynamic_loss_scale", "inner", inner)
     guarded = skip_nonfinite(inner)
 
     def init(params: PyTree) -> LossScaleState:
+        # `inner` gets float32 gradients, whose squares do not fit into a float16 state.
+        inner_state = inner.init(jax.tree.map(_widened, params))
         scale = jnp.full((), initial, jnp.float32)
         return LossScaleState(
-            guarded.init(params).inner, scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+            inner_state, scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         )
 
     def update(
         updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, LossScaleState]:
+        grad_is_updates = have_identical_leaves(extra_args.get("grad"), updates)
         updates = with_parameters(updates, f"dynamic_loss_scale growth_every={growth_every}")
 
         def unscale(x: jax.Array) -> jax.Array:
             return x.astype(wide(x.dtype)) / state.scale.astype(wide(x.dtype))
 
         plain = map_floats("dynamic_loss_scale", unscale, updates)
+        if grad_is_updates:  # `distributed` finds the same arrays again, and sends them once
+            extra_args = extra_args | {"grad": plain}
+        elif "grad" in extra_args:
+            grad = map_floats("dynamic_loss_scale", unscale, extra_args["grad"])
+            extra_args = extra_args | {"grad": grad}
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
         out, (after, skipped, bad) = guarded.update(plain, before, params, **extra_args)
         good = jnp.where(bad, 0, state.good + 1)
@@ -171,11 +191,19 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _widened(x: PyTree) -> PyTree:
+    """Return an array of short floats in 32 bits, and anything else as it is."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or wide(dtype) == dtype:
+        return x
+    return jnp.asarray(x, wide(dtype))
+
+
 def _finite(updates: PyTree, weight: Weight | None) -> jax.Array:
     """Return whether all numbers are finite; a rank without samples does not count."""
     finite_leaves = []
     for x in jax.tree.leaves(updates):
-        if x.dtype != jax.dtypes.float0:
+        if jnp.result_type(x) != jax.dtypes.float0:
             finite_leaves.append(jnp.all(jnp.isfinite(x)))
     finite = jnp.all(jnp.stack(finite_leaves)) if finite_leaves else jnp.array(True)
     if weight is None:

@@ -14,7 +14,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._marks import equal_on_all_ranks
-from jaxmpi._optim.float_leaves import check_transform, either
+from jaxmpi._optim.float_leaves import check_transform, checked_count, either
 from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
@@ -58,14 +58,12 @@ def watch_replicas(
 
     Raises:
       ValueError: `every` is below 1; `update` gets no parameters.
-      TypeError: `inner` is no optax transform.
+      TypeError: `inner` is no optax transform; `every` is no integer.
     """
     check_transform("watch_replicas", "inner", inner)
-    if every < 1:
-        raise ValueError(
-            f"watch_replicas: every is {every}. It is the number of steps for one comparison: 1 or "
-            "more."
-        )
+    every = checked_count(
+        "watch_replicas", "every", every, "the number of steps for one comparison"
+    )
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> ReplicaState:

@@ -277,7 +277,8 @@ class ShardedArray:
 
     # A shard has the dtype and often the number of axes of a parameter, so arithmetic with one
     # would broadcast without an error. Every operator is refused, and every conversion to a number
-    # or an array.
+    # or an array. Only == and != are those of any object, its identity: containers and libraries
+    # use them to find a node again, and their result is one bool, which cannot broadcast.
     __array_ufunc__ = None  # NumPy leaves arithmetic to the methods below
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:

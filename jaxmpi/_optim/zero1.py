@@ -230,8 +230,10 @@ def _shards_of_means(
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
     size = size_along(mean.axis)
     if size == 1:
-        means, _, _ = Allreduce("sharded", axis=mean.axis).average(updates, (), weight, ())
-        return means, local
+        means, local_means, _ = Allreduce("sharded", axis=mean.axis).average(
+            updates, local, weight, ()
+        )
+        return means, local_means
     leaves, treedef = jax.tree.flatten((updates, local))
     stacks, scalars = {}, {}  # by the index of the leaf
     for i, x in enumerate(leaves):

@@ -1,5 +1,7 @@
 """`accumulate`: one communication for several steps, exact means, in a loop, too."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,101 @@ def test_bad_every(every):
         jaxmpi.local_sgd(optax.sgd(1.0), every)
     with pytest.raises(ValueError, match="every is"):
         jaxmpi.watch_replicas(optax.sgd(1.0), every)
+
+
+@pytest.mark.parametrize("count", [2.5, True, "2", None])
+def test_a_number_of_steps_is_an_integer(count):
+    sgd, nothing = optax.sgd(1.0), "is .*, not an integer"
+    for make in (jaxmpi.accumulate, jaxmpi.local_sgd, jaxmpi.watch_replicas):
+        with pytest.raises(TypeError, match=f"{make.__name__}: every {nothing}"):
+            make(sgd, count)
+    for name in ("fragments", "delay"):
+        with pytest.raises(TypeError, match=f"local_sgd: {name} {nothing}"):
+            jaxmpi.local_sgd(sgd, 4, **{name: count})
+    with pytest.raises(TypeError, match=f"dynamic_loss_scale: growth_every {nothing}"):
+        jaxmpi.dynamic_loss_scale(sgd, growth_every=count)
+    with pytest.raises(TypeError, match=f"codecs.int8: block {nothing}"):
+        jaxmpi.codecs.int8(count)
+    with pytest.raises(TypeError, match=f"codecs.powersgd: rank {nothing}"):
+        jaxmpi.codecs.powersgd(count)
+    with pytest.raises(TypeError, match=f"micro_batch_grads: micro_batches {nothing}"):
+        jaxmpi.micro_batch_grads(jax.grad(jnp.sum), count)
+    if count is not None:
+        with pytest.raises(TypeError, match=f"distributed: micro_batches {nothing}"):
+            jaxmpi.distributed(sgd, micro_batches=count)
+    assert jaxmpi.accumulate(sgd, np.int32(2)) and jaxmpi.local_sgd(sgd, np.int64(2))
+
+
+@run_ranks(2)
+def test_a_wrong_weight_is_told_where_it_was_passed():
+    tx, g = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 2), jnp.ones(2)
+    state, weight = tx.init(g), -1 if jaxmpi.rank() == 1 else 2
+    warns = pytest.warns(UserWarning, match=r"accumulate: weight is -1\. .*on all ranks")
+    with warns if jaxmpi.rank() == 1 else nullcontext():
+        _, state = tx.update(g, state, weight=weight)
+    with pytest.raises(ValueError, match=r"distributed: weight is nan\..*rank 1 did not"):
+        tx.update(g, state, weight=2)
+
+
+def test_init_names_a_leaf_that_cannot_be_accumulated():
+    jaxmpi.init()
+    tx = jaxmpi.accumulate(optax.sgd(1.0), 2)
+    with pytest.raises(TypeError, match=r"accumulate: leaf \['key'\] is key<fry>"):
+        tx.init({"key": jax.random.key(0), "w": jnp.ones(2)})
+
+
+# `value` and `grad` of a window
+
+
+def recorder():
+    """Return a transform whose state is the `value` and `grad` that its last update got."""
+
+    def update(updates, state, params=None, *, value, grad, **_):
+        return updates, {"value": jnp.float32(value), "grad": grad}
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: {"value": jnp.zeros(()), "grad": jnp.zeros_like(params)}, update
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("wrap", ["distributed", "sharded"])
+def test_inner_gets_the_value_of_the_window(ranks, weighted, wrap):
+    tx = jaxmpi.accumulate(getattr(jaxmpi, wrap)(recorder()), 3)
+    values = np.asarray([[2, 4, 5], [np.nan, 1, 7]][:ranks], np.float32)
+    weights = np.asarray([[1, 1, 4], [0, 9, 2]][:ranks], np.float32)
+    if not weighted:
+        values = np.nan_to_num(values)
+    with jaxmpi.simulate(ranks):
+
+        @jaxmpi.jit
+        def window(w, values, weights):
+            state = tx.init(w)
+            for i in range(3):
+                g = jnp.full(4, values[i])
+                given = {"weight": weights[i]} if weighted else {}
+                _, state = tx.update(g, state, w, value=values[i], grad=g, **given)
+            return jax.tree.leaves(jaxmpi.unshard(state.inner))
+
+        got = window(
+            jnp.zeros(4), *(jaxmpi.PerRank(x) if ranks > 1 else x[0] for x in (values, weights))
+        )
+    rows = np.nan_to_num(values)
+    want = np.average(rows, weights=weights if weighted else None)
+    for x in got:
+        np.testing.assert_allclose(x, np.full(np.shape(x), want), rtol=1e-6)
+
+
+def test_accumulate_refuses_what_belongs_to_one_call():
+    jaxmpi.init()
+    tx, w = jaxmpi.accumulate(jaxmpi.distributed(optax.lbfgs()), 2), jnp.ones(3)
+    for given, text in (
+        ({"grad": 2 * w}, "grad, which is not the gradients themselves"),
+        ({"value": w}, r"value of shape \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=f"accumulate: update got {text}"):
+            tx.update(w, tx.init(w), w, **given)
 
 
 # the last window

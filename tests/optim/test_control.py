@@ -52,6 +52,22 @@ def test_the_flag_travels_with_the_gradients():
     assert len(entries(step, params, tx.init(params), params)) == 1
 
 
+@pytest.mark.parametrize("name", ["value", "grad"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_nan_in_an_extra_argument_is_a_step_that_nobody_takes(name, ranks):
+    tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.contrib.reduce_on_plateau()))
+    with jaxmpi.simulate(ranks):
+
+        def step(w):
+            is_last = jaxmpi.rank() == jaxmpi.size() - 1
+            bad = jnp.where(is_last, jnp.nan, jnp.float32(1))
+            given = {"value": 1.0, "grad": w + 0, name: bad if name == "value" else w * bad}
+            return tx.update(w, tx.init(w), w, **given)
+
+        updates, state = jaxmpi.jit(step)(jnp.ones(3))
+        assert int(np.max(state.skipped)) == 1 and not np.any(updates)
+
+
 @run_ranks(2, 3)
 def test_votes():
     r, n = jaxmpi.rank(), jaxmpi.size()
@@ -103,6 +119,49 @@ def test_the_loss_scale_finds_its_way():
 
 
 # replicas
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_parameters_under_a_loss_scale_have_the_state_of_long_ones(dtype):
+    """Adam's second moment of a gradient of 1e-4 is 1e-8, which float16 does not have."""
+    tx = jaxmpi.dynamic_loss_scale(jaxmpi.distributed(optax.adam(1e-3)), initial=1024.0)
+
+    def trained(dtype):
+        w = jnp.ones(3, dtype)
+        state, step = tx.init(w), jax.jit(lambda g, s, w: tx.update(g, s, w))
+        for i in range(20):
+            scaled = (jnp.full(3, 1e-4 * (1 + i)) * state.scale).astype(dtype)
+            updates, state = step(scaled, state, w)
+        return updates, state
+
+    jaxmpi.init()
+    (got, state), (want, long_state) = trained(dtype), trained(jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=0.02)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(long_state), strict=True):
+        assert x.dtype == y.dtype
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_loss_scale_divides_grad_as_the_gradients(same):
+    inner = optax.GradientTransformationExtraArgs(
+        lambda p: (), lambda g, s, p=None, *, grad, **_: ((g, grad), s)
+    )
+    jaxmpi.init()
+    tx = jaxmpi.dynamic_loss_scale(jaxmpi.distributed(inner), initial=1024.0)
+    g = jnp.asarray([1024.0, 2048.0])
+    (updates, grad), _ = tx.update(g, tx.init(g), g, grad=g if same else 2 * g)
+    np.testing.assert_array_equal(updates, [1, 2])
+    np.testing.assert_array_equal(grad, [1, 2] if same else [2, 4])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_clipping_of_short_floats_rounds_once(dtype):
+    jaxmpi.init()
+    tx, g = jaxmpi.clip_by_global_norm(1.0), jnp.full(40000, 60000.0, dtype)
+    exact = np.asarray(g, np.float64)
+    got, _ = tx.update({"g": g}, tx.init(g))
+    want = (exact / np.linalg.norm(exact)).astype(g.dtype)
+    np.testing.assert_array_equal(got["g"], want)
 
 
 @run_ranks(2, 3, 4)
@@ -178,6 +237,43 @@ def test_the_noise_scale_is_that_of_known_gradients():
     np.testing.assert_allclose(state.scale(16), 16 * state.noise / state.signal, rtol=1e-6)
     assert len(entries(step, jnp.zeros(d), state)) == 1
     np.testing.assert_allclose(np.asarray(mean).std(), np.sqrt(v / n), rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [{"value": 1.0}, {"grad": np.ones(2, np.float32)}, {"value_fn": jnp.sum}, {"weight": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measure_noise_scale_refuses_what_it_would_not_average(give, ranks):
+    tx = optax.chain(jaxmpi.measure_noise_scale(), optax.sgd(0.1))
+    with (
+        jaxmpi.simulate(ranks),
+        pytest.raises(ValueError, match="measure_noise_scale: update got (a )?" + next(iter(give))),
+    ):
+        jaxmpi.jit(lambda w: tx.update(w, tx.init(w), w, **give))(jnp.ones(2))
+
+
+def test_measure_noise_scale_refuses_gradients_of_single_samples():
+    tx, w = jaxmpi.measure_noise_scale(), {"w": jnp.ones(2)}
+    with (
+        jaxmpi.simulate(2),
+        pytest.raises(ValueError, match=r"measure_noise_scale: leaf \['w'\].* of single samples"),
+    ):
+        jaxmpi.jit(lambda w: tx.update({"w": jnp.ones((3, 2))}, tx.init(w), w))(w)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_the_noise_scale_leaves_out_a_step_that_is_not_finite(bad):
+    """1e30 is finite, and its square is not."""
+    tx = jaxmpi.measure_noise_scale()
+    with jaxmpi.simulate(2):
+        step = jaxmpi.jit(lambda g, s: tx.update(g, s)[1])
+        good = jaxmpi.PerRank(np.float32([[1, 2], [3, 5]]))
+        want = step(good, tx.init(jnp.zeros(2)))
+        got = step(jaxmpi.PerRank(np.float32([[1, 2], [3, bad]])), want)
+        got, want = (jax.tree.map(np.asarray, state) for state in (got, want))
+    assert got == want and want.steps == 1 and np.isfinite(want.signal)
 
 
 # adasum
@@ -291,6 +387,22 @@ def test_micro_batches_that_do_not_fit_are_refused():
         tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
     with pytest.raises(ValueError, match="weight does not go together with micro_batches"):
         tx.update({"w": jnp.ones((2, 3))}, tx.init({"w": jnp.ones(3)}), weight=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_of_integers_among_micro_batches_stays(ranks):
+    tx = jaxmpi.distributed(optax.identity(), micro_batches=2)
+    with jaxmpi.simulate(ranks):
+
+        def mean(x):
+            n = np.zeros((len(x), 3), jax.dtypes.float0)
+            out = tx.update({"n": n, "x": x}, (), None)[0]
+            assert (out["n"].dtype, out["n"].shape) == (jax.dtypes.float0, (3,))
+            return out["x"]
+
+        x = np.arange(6.0, dtype=np.float32).reshape(ranks, 2 // ranks, 3)
+        got = jaxmpi.jit(mean)(jaxmpi.PerRank(x) if ranks > 1 else x[0])
+    np.testing.assert_array_equal(got, [1.5, 2.5, 3.5])
 
 
 @run_ranks(2, 3)

@@ -275,6 +275,13 @@ def test_shards_of_other_ranks_are_refused():
             call({"w": other})
 
 
+@run_ranks(1, 2)
+def test_a_wrong_weight_of_a_derivative_is_named():
+    shards = jaxmpi.fully_shard(jnp.arange(5.0))
+    with pytest.raises(ValueError, match=r"unshard: weight is -1\. Pass the number"):
+        jax.grad(lambda s: jnp.sum(jaxmpi.unshard(s, weight=-1)))(shards)
+
+
 def test_outside_of_a_step():
     """Simulated ranks and those of xla exist only inside jaxmpi.jit; unshard alone is a step."""
     with jaxmpi.simulate(2):

@@ -96,3 +96,39 @@ def test_weighted_extra_travels_with_the_mean():
 
         got = jax.tree.map(jaxmpi.local, jaxmpi.jit(step)())
     np.testing.assert_allclose(got, [8 / 3, 80 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_python_number_is_a_leaf_like_any_other(ranks):
+    """Its weighted mean, its update and the state of its codec are those of an array."""
+    f = jaxmpi.average_loss(lambda w: 1.5, weight=2.0)
+    transforms = {
+        "distributed": jaxmpi.distributed(optax.identity()),
+        "skip_nonfinite": jaxmpi.skip_nonfinite(optax.identity()),
+        "clip_by_global_norm": jaxmpi.clip_by_global_norm(0.75),
+        "measure_noise_scale": jaxmpi.measure_noise_scale(),
+        "accumulate": jaxmpi.accumulate(jaxmpi.distributed(optax.identity()), 1),
+        "a codec": jaxmpi.distributed(optax.identity(), codec=jaxmpi.codecs.int8()),
+    }
+    with jaxmpi.simulate(ranks):
+        np.testing.assert_allclose(jaxmpi.jit(lambda w: f(w) + 0 * w)(1.0), 1.5)
+        for name, tx in transforms.items():
+            step = jaxmpi.jit(lambda w, tx=tx: tx.update({"w": 1.5}, tx.init({"w": 1.5}))[0])
+            want = 0.75 if name == "clip_by_global_norm" else 1.5
+            np.testing.assert_allclose(step(1.0)["w"], want, rtol=1e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("make", ["distributed", "sharded"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_value_and_grad_of_no_samples_are_zero(make, ranks):
+    def update(grads, state, params, *, value, grad, **_):
+        return jax.tree.map(lambda g, x: g + x + value, grads, grad), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = getattr(jaxmpi, make)(inner)
+    with jaxmpi.simulate(ranks):
+
+        def step(w, nan):
+            return tx.update(w, tx.init(w), w, weight=jnp.float32(0), value=nan, grad=w * nan)[0]
+
+        np.testing.assert_array_equal(jaxmpi.jit(step)(jnp.ones(4), jnp.float32(np.nan)), [0] * 4)
