@@ -242,7 +242,7 @@ def test_the_noise_scale_is_that_of_known_gradients():
 @pytest.mark.parametrize(
     "give",
     [{"value": 1.0}, {"grad": np.ones(2, np.float32)}, {"value_fn": jnp.sum}, {"weight": 1}],
-    ids=str,
+    ids=lambda give: next(iter(give)),
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_measure_noise_scale_refuses_what_it_would_not_average(give, ranks):
