@@ -5,7 +5,9 @@ import math
 import mmap
 import os
 import uuid
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from types import ModuleType
 
 import numpy as np
@@ -71,9 +73,11 @@ class Transports:
         node = comm.Split(place.node, place.local_rank)
         places = sorted(comm.allgather((place.node, place.local_rank, comm.rank)))
         nodes = sorted({number for number, _, _ in places})
-        ranks = [sum(number == each for number, _, _ in places) for each in nodes]
+        on_node = Counter(number for number, _, _ in places)
+        ranks = [on_node[each] for each in nodes]
         if not self.members:
-            self._measure(node, [places[sum(ranks[:each])][2] for each in range(len(ranks))])
+            first_of_node = accumulate(ranks[:-1], initial=0)
+            self._measure(node, [places[first][2] for first in first_of_node])
         several = len(ranks) > 1
         slots, slot_bytes = NODE_CHUNKS, NODE_CHUNK_BYTES
         if several:
