@@ -233,15 +233,18 @@ class Env:
         return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
 
     def outs(self) -> list[ArrayLike]:
-        """Return the outputs, with the weak types that literals of the jaxpr have lost."""
+        """Return the outputs, as weak in type as the jaxpr has them.
+
+        What stands for an equation may give another weak type than the equation: a collective of
+        ours keeps that of its operand, and a literal has lost its own.
+        """
         outs = self(self.outvars)
-        weak = [
-            not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars
-        ]
-        return [
-            _jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x
-            for x, w in zip(outs, weak, strict=True)
-        ]
+        for i, (x, v) in enumerate(zip(outs, self.outvars, strict=True)):
+            weak = getattr(v.aval, "weak_type", None)
+            if isinstance(v, Literal) or weak in (None, getattr(jax.typeof(x), "weak_type", None)):
+                continue
+            outs[i] = _jaxcompat.as_weak(x) if weak else lax.convert_element_type(x, v.aval.dtype)
+        return outs
 
     def write(self, eqn: JaxprEqn, outs: Sequence[ArrayLike]) -> None:
         """Set the values of an equation's results."""

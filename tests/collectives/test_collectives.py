@@ -435,6 +435,13 @@ def test_weak_types_stay_weak():
         assert (function(jnp.float32(0.5)) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
 
 
+@run_ranks(1, 2)
+def test_collectives_of_jax_have_the_weak_types_of_jax():
+    for reduce in (jax.lax.psum, jax.lax.pmean, jax.lax.pmax):
+        step = jaxmpi.jit(lambda x, reduce=reduce: reduce(x, jaxmpi.AXIS))
+        assert (step(0.5) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+
+
 @run_ranks(2)
 def test_numbers_in_the_other_byte_order():
     np.testing.assert_array_equal(
