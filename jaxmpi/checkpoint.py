@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from jaxmpi import _jaxcompat
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._checkpoint import restoring, saving, tree_leaves
 from jaxmpi._checkpoint.agreement import (
@@ -233,7 +234,7 @@ def restore(
                 raise
     compare_values_again(backend)
     if warning and backend.place.rank == 0:
-        restoring.warn(f"restore: {folder}: {warning}.")
+        _jaxcompat.warn(f"restore: {folder}: {warning}.")
     if not partial and backend.place.rank == 0:  # which makes the folders checkpoints
         saves.lineage.note_restore(Path(directory).absolute(), manifest.step)
     restored = dict(zip([leaf.name for leaf in here], values, strict=True))

@@ -3,8 +3,6 @@
 The ranks may be more or fewer than those that have saved: shards are joined, and cut anew.
 """
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -24,7 +22,7 @@ from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, dtype_of
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError
 from jaxmpi._optim.sharded_array import shard_shape
 
-__all__ = ["check_common", "difference", "newest", "only_common", "read", "warn"]
+__all__ = ["check_common", "difference", "newest", "only_common", "read"]
 
 NAMES_SHOWN = 8  # in a message
 
@@ -66,18 +64,10 @@ def newest(
         with long_operation(backend, f"reading the checkpoints in {directory}"):
             whole, errors = folders.newest(directories, step)
         for error in errors:
-            warn(f"a checkpoint is passed over: {error}")
+            _jaxcompat.warn(f"a checkpoint is passed over: {error}")
         return whole, " ".join(errors)
 
     return run_on_rank_0_or_raise(backend, look)
-
-
-def warn(text: str) -> None:
-    """Warn at the user's line that runs, however many calls lie between it and this function."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _jaxcompat.in_library(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
 
 
 # does it fit

@@ -4,8 +4,6 @@ Both work for any rank and size; the equations are in `jaxmpi.data`.
 """
 
 import operator
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -178,10 +176,9 @@ class Batches(Iterable[PyTree]):
         self.go_to(Cursor(self.at.epoch + 1, 0) if self.at.over else self.at)
         self.agree()
         if not len(self) and not self.at.position and not self._rank:
-            warnings.warn(
+            _jaxcompat.warn(
                 f"batches: an epoch of {self.samples} samples has no step with batch_size "
                 f'{self._batch_size}. Pass a smaller batch_size, or remainder="mask".',
-                stacklevel=_level_of_user(),
             )
 
     def rest(self) -> Iterator[PyTree]:
@@ -238,18 +235,6 @@ class Batches(Iterable[PyTree]):
         rows = np.full(n_rows, self._order[lo], np.int64)
         rows[: len(part)] = self._order[lo + part.start : lo + part.stop]
         return rows, np.arange(n_rows) < len(part)
-
-
-def _level_of_user() -> int:
-    """Return the `stacklevel` with which the caller warns of the user's line.
-
-    An iteration begins in the user's loop, in `prefetch`, or for all simulated ranks: so many
-    frames of jaxmpi stand between.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _jaxcompat.in_library(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _part(n: int, rank: int, size: int) -> range:

@@ -2,7 +2,7 @@
 
 If a version of JAX lacks what a file uses, the file does it in a slower way or leaves it out. The
 imports below are the list of names of this folder; the rest of jaxmpi calls `_jaxcompat.name`.
-The names of JAX's primitives are in `_lowering`.
+The names of JAX's primitives are in `_analysis/primitives.py`.
 
 jaxprs    read, compare and edit jaxprs
 retrace   put equations into a function that is being traced
@@ -79,6 +79,7 @@ from jaxmpi._jaxcompat.source import (
     lowered_line,
     source_line,
     source_place,
+    warn,
 )
 
 # versions of JAX that these files were tested with

@@ -3,6 +3,7 @@
 import os
 import sys
 import sysconfig
+import warnings
 from functools import cache
 from types import FrameType
 from typing import TypeAlias
@@ -129,6 +130,14 @@ def called_at(thread: int | None = None) -> str:
     if frame is None:
         return ""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line that runs, however many calls of the libraries lie between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and in_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str]:
