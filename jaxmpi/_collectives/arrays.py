@@ -43,7 +43,7 @@ WIDE: list[
 
 
 class RankGroup(Protocol):
-    """RankGroup of a group, as the functions on lists of arrays see them in traced code."""
+    """Ranks of a group, as the functions on lists of arrays see them in traced code."""
 
     size: int
 
@@ -55,7 +55,7 @@ class RankGroup(Protocol):
 
 
 class Bound:
-    """RankGroup along one or several axes that are bound."""
+    """Ranks along one or several axes that are bound."""
 
     def __init__(self, axis: _axis.Axis = _axis.AXIS) -> None:
         self.size, self._axis = int(lax.axis_size(axis)), axis
@@ -70,7 +70,7 @@ class Bound:
 
 
 class Plain:
-    """RankGroup of a backend along an axis that is not bound, as under plain `jax.jit`."""
+    """Ranks of a backend along an axis that is not bound, as under plain `jax.jit`."""
 
     def __init__(self, backend: Ranks, axis: _axis.Axis = _axis.AXIS) -> None:
         groups = groups_along(backend.axes, _axis.names(axis))
