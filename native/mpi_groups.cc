@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -51,9 +52,20 @@ uint64_t hash(const void* data, size_t bytes, uint64_t seed = 0xcbf29ce484222325
 struct NodeInfo {
   uint64_t node;  // equal on ranks that can share memory
   cpu_set_t cores;
+  double quota;  // how many processors' time this process may use: a container's limit
   Member member;
   uint64_t token;  // of rank 0: JobPlace::token
 };
+
+// As `quota` of jaxmpi/_job/process/processor.py.
+double processor_quota() {
+  double limit, period;
+  FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r");
+  if (!file) return HUGE_VAL;
+  const int found = std::fscanf(file, "%lf %lf", &limit, &period);  // "max" is no number
+  std::fclose(file);
+  return found == 2 && period > 0 ? limit / period : HUGE_VAL;
+}
 
 NodeInfo node_info(int rank) {
   utsname host = {};
@@ -73,7 +85,8 @@ NodeInfo node_info(int rank) {
     node = hash(&number, sizeof number, node);
   }
   std::random_device random;
-  NodeInfo info = {node, {}, {getpid(), {}}, uint64_t{random()} << 32 | random()};
+  NodeInfo info = {
+      node, {}, processor_quota(), {getpid(), {}}, uint64_t{random()} << 32 | random()};
   std::snprintf(info.member.host, sizeof info.member.host, "%s", host.nodename);
   sched_getaffinity(0, sizeof info.cores, &info.cores);
   return info;
@@ -138,21 +151,25 @@ void Job::join() {
   // table: how many threads a rank has, and whether any node has more ranks than cores.
   std::vector<uint64_t> names;
   std::vector<cpu_set_t> cores;
+  std::vector<double> quotas;  // the smallest of a rank
   std::vector<int> ranks;
   for (const NodeInfo& info : all) {
     const size_t node = std::find(names.begin(), names.end(), info.node) - names.begin();
     if (node == names.size()) {
       names.push_back(info.node);
       cores.push_back(info.cores);
+      quotas.push_back(info.quota);
       ranks.push_back(0);
     }
     CPU_OR(&cores[node], &cores[node], &info.cores);
+    quotas[node] = std::min(quotas[node], info.quota);
     ++ranks[node];
     nodes_.push_back(static_cast<int>(node));
   }
   threads_ = kMostThreads;
   for (size_t node = 0; node < names.size(); ++node) {
-    const int each = CPU_COUNT(&cores[node]) / ranks[node];
+    const double processors = std::min<double>(CPU_COUNT(&cores[node]), quotas[node]);
+    const int each = static_cast<int>(processors / ranks[node]);
     if (each < 1) crowded_ = true;
     threads_ = std::max(1, std::min(threads_, each / 2));
     largest_node_ = std::max<int64_t>(largest_node_, ranks[node]);
