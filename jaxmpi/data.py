@@ -238,7 +238,7 @@ def per_rank_batches(
     is left early is left at the same step on all ranks; nothing else needs to be equal.
     **Communication:** 8 bytes from each rank for each batch, which travel while the step runs and
     wait for no program; 16 bytes when an epoch begins, and with "mask" the shapes of the first
-    batches.
+    batches. After an error of reading, its text.
 
     Args:
         loader: This rank's batches: anything that `prefetch` takes, or a `prefetch`.
@@ -250,8 +250,8 @@ def per_rank_batches(
 
     Returns:
         An iterator, with `state`, `epoch` and `close()` as those of `prefetch`. In the state,
-        "epoch" and "batches" are equal on all ranks, and so is a `loader`'s own where it counts
-        alike. The next `for` loop is the next epoch.
+        "epoch", "batches" and, with masks, "rows" are equal on all ranks, and so is a `loader`'s
+        own where it counts alike. The next `for` loop is the next epoch.
 
     Raises:
         RankMismatchError: On every rank, when an epoch begins: other arguments, another place in

@@ -67,10 +67,13 @@ class PerRankBatches(Iterator[PyTree]):
         self._mark: Any = None  # of this rank's last one
         self._next: tuple[PyTree, Any] | None = None  # batch k + 1 and its mark
         self._error: Exception | None = None  # of reading it
-        # about it; None between epochs
+        # of this rank about it; None if it is to be read, as at the beginning of an epoch
+        self._vote: Vote | None = None
+        # of all ranks; None between epochs, and after an error
         self._answers: Callable[[], Outcome] | None = None
         self._over = False
-        self._rows = 0
+        self._rows = 0  # of the batches of this epoch, with masks; 0 where they are not known
+        self._has_agreed = False  # whether the ranks have agreed on these rows and the padding
         self._padding: PyTree = None  # shapes of a batch without samples
 
     @property
@@ -84,8 +87,10 @@ class PerRankBatches(Iterator[PyTree]):
 
         Assign it, on all ranks, to go on there.
         """
+        rows = {"rows": self._rows} if self._remainder == "mask" else {}
         return {
             **self._reading.feed.state(self._mark),
+            **rows,
             "epoch": self._epoch,
             "batches": self._count,
         }
@@ -94,9 +99,14 @@ class PerRankBatches(Iterator[PyTree]):
     def state(self, state: Mapping[str, Any]) -> None:
         if self._answers is not None:
             self._answers()  # every vote is waited for, on all ranks
-        self._answers, self._next, self._mark, self._over = None, None, None, False
-        self._error = None
+        self._leave_epoch()
+        self._over = False
+        rows = 0
+        if self._remainder == "mask" and isinstance(state, Mapping):
+            rows = int(state.get("rows", 0))  # of the first batches, which are not read again
+            state = {key: value for key, value in state.items() if key != "rows"}
         self._reading.go_to(state)
+        self._rows = rows
         self._epoch, self._count = int(state["epoch"]), int(state["batches"])
 
     def close(self) -> None:
@@ -127,9 +137,9 @@ class PerRankBatches(Iterator[PyTree]):
         return self._masked(batch) if self._remainder == "mask" else batch
 
     def _begin(self) -> None:
-        """Begin an epoch: the ranks compare where they are.
+        """Begin an epoch, or go on with one after an error: the ranks compare where they are.
 
-        For the masks, they also compare the layouts of their batches.
+        For the masks, they also compare the layouts of their first batches.
         """
         stream, arguments = self._reading.feed.stream, {"remainder": self._remainder}
         if self._over and stream:
@@ -141,18 +151,17 @@ class PerRankBatches(Iterator[PyTree]):
             {**arguments, "iterator": stream, "epoch": self._epoch, "batches": self._count}
         )
         self._over = False
-        # After an error on another rank, this one may have a batch that it has not given out.
-        if self._next is None:
+        if self._vote is None:
             self._look_ahead(begin=True)
-        else:
-            self._answers = self._ranks.vote(Vote.YES)
-        if self._remainder == "mask":
-            self._outcome()  # no layout without it
+        else:  # another rank could not read its batch; this one has read, and votes again
+            self._answers = self._ranks.vote(self._vote)
+        if self._remainder == "mask" and not self._has_agreed:
+            self._outcome()  # without a batch there is no layout
             self._agree_on_layout()
 
     def _look_ahead(self, begin: bool = False) -> None:
         """Take this rank's next batch, and tell the others whether there is one."""
-        self._next, vote = None, Vote.YES
+        self._next, self._vote = None, Vote.YES
         try:
             if begin:
                 self._reading.begin()
@@ -162,10 +171,10 @@ class PerRankBatches(Iterator[PyTree]):
                 self._check_rows(_layout(batch))
             self._next = batch, self._reading.mark
         except StopIteration:
-            vote = Vote.NO
+            self._vote = Vote.NO
         except Exception as error:
-            self._error, vote = error, Vote.FAILED
-        self._answers = self._ranks.vote(vote)
+            self._error, self._vote = error, Vote.FAILED
+        self._answers = self._ranks.vote(self._vote)
 
     def _outcome(self) -> Outcome:
         """Return what all ranks have; raise on all of them if one could not read its batch."""
@@ -173,13 +182,22 @@ class PerRankBatches(Iterator[PyTree]):
         outcome = self._answers()
         if outcome.failed:
             error, self._error, self._answers = self._error, None, None
+            if self._vote is Vote.FAILED:
+                self._vote = None
             self._ranks.fail(error)
         return outcome
 
     def _end(self) -> None:
         self._reading.end_epoch()
         self._epoch, self._count = self._epoch + 1, 0
-        self._answers, self._next, self._mark, self._over = None, None, None, True
+        self._leave_epoch()
+        self._over = True
+
+    def _leave_epoch(self) -> None:
+        """Forget what is known of the epoch under way."""
+        self._answers, self._vote, self._error = None, None, None
+        self._next, self._mark = None, None
+        self._rows, self._has_agreed = 0, False
 
     # masks
 
@@ -203,7 +221,8 @@ class PerRankBatches(Iterator[PyTree]):
                         leaf=name,
                         ranks=[first_rank, rank],
                     )
-        self._rows = max(layout.rows for _, layout in having)
+        self._rows = max(self._rows, *(layout.rows for _, layout in having))
+        self._has_agreed = True
         self._padding = jax.tree.map(
             lambda name: jax.ShapeDtypeStruct(
                 (self._rows, *first.arrays[name][0]), first.arrays[name][1]
@@ -212,8 +231,8 @@ class PerRankBatches(Iterator[PyTree]):
         )
 
     def _check_rows(self, layout: Layout) -> None:
-        """Raise if a batch has more rows than the first ones, which are known after one epoch."""
-        if self._rows and layout.rows > self._rows:
+        """Raise if a batch has more rows than the first ones, once these are known."""
+        if self._has_agreed and layout.rows > self._rows:
             raise ValueError(
                 f"per_rank_batches: a batch has {layout.rows} rows, and the first batches of all "
                 f"ranks had at most {self._rows}. Begin with a batch of all rows."

@@ -114,7 +114,9 @@ def test_a_state_goes_on_with_the_rest(remainder):
         chained = itertools.chain.from_iterable(loader for _ in range(3))
         got = [numbers(next(chained)) for _ in range(cut)]
         states = jaxmpi.allgather_object(loader.state)
-        assert states == [{"epoch": cut // steps, "batches": cut % steps}] * n or cut == steps
+        rows_there = {"rows": 4 * (cut % steps > 0)} if remainder == "mask" else {}
+        state = {"epoch": cut // steps, "batches": cut % steps, **rows_there}
+        assert states == [state] * n or cut == steps
         again = make()
         again.state = loader.state
         rest = [numbers(b) for b in itertools.chain(again, again)]
@@ -217,41 +219,45 @@ def test_a_wait_for_votes_is_no_collective():
 
 
 class Breaks:
-    """A loader whose third batch cannot be read for so many times."""
+    """A loader of batches of 4 rows, the last one of 2, of which one cannot be read at first."""
 
-    def __init__(self, times):
-        self.times = times
+    def __init__(self, batches, at):
+        self.batches, self.at = batches, at
 
     def __iter__(self):
-        for k in range(5):
-            if k == 2 and self.times:
-                self.times -= 1
+        for k in range(self.batches):
+            if k == self.at:
+                self.at = None
                 raise OSError("the disk is gone")
-            yield np.full(2, float(k))
+            yield np.full(2 if k == self.batches - 1 else 4, float(k))
+
+
+def numbers_of(loader):
+    """List what is left of an epoch: each batch, with its mask where there is one."""
+    return [[np.asarray(x).tolist() for x in jax.tree.leaves(batch)] for batch in loader]
 
 
 @run_ranks(1, 2, 3)
+@pytest.mark.parametrize("at", [0, 1, 3, 4])
 @pytest.mark.parametrize("remainder", ["drop", "mask"])
-def test_an_error_of_reading_is_raised_on_all_ranks_and_nothing_is_lost(remainder):
+def test_after_an_error_of_reading_all_ranks_go_on_and_nothing_is_lost(remainder, at):
     r, n = jaxmpi.rank(), jaxmpi.size()
-    loader = jaxmpi.per_rank_batches(Breaks(times=r == n - 1), remainder=remainder)
-    seen = []
+    # with masks, the other ranks have ended before the last batch that cannot be read
+    length = [*((1, 3) if remainder == "mask" else (4, 7)), 5][r - n]
+    fails = r == n - 1
 
-    def take():
+    def make(at=None):
+        return jaxmpi.per_rank_batches(Breaks(length, at if fails else None), remainder=remainder)
+
+    whole, loader, got = numbers_of(make()), make(at), []
+    with pytest.raises(OSError if fails else jaxmpi.RankMismatchError, match="the disk is gone"):
         for batch in loader:
-            x, _ = batch if remainder == "mask" else (batch, None)
-            seen.append(float(jaxmpi.tree_allreduce(x[0], op="max")))
-
-    error = OSError if r == n - 1 else jaxmpi.RankMismatchError
-    with pytest.raises(error, match="the disk is gone"):
-        take()
-    assert seen == [0, 1]  # the batches before it
-    state = loader.state
-    take()
-    assert seen == [0, 1, 2, 3, 4]
-    again = jaxmpi.per_rank_batches(Breaks(times=0), remainder=remainder)
-    again.state = state
-    assert len(list(again)) == 3
+            got += numbers_of([batch])
+    assert got == whole[:at]
+    again = make()
+    again.state = loader.state
+    assert got + numbers_of(loader) == got + numbers_of(again) == whole
+    assert numbers_of(loader) == whole  # the next epoch
 
 
 @run_ranks(2, 3)
