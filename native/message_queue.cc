@@ -17,10 +17,10 @@ namespace jaxmpi {
 namespace {
 
 // Messages sent ahead that are kept until a program takes them: all together, and those of one
-// fingerprint, which one place of one program sends. A training run may end without taking its last
-// ones, so the memory of many runs would stay. Several runs by turns have one of a fingerprint
-// each.
-constexpr size_t kMost = 64, kMostAlike = 8;
+// fingerprint, which one place of one program sends. Runs by turns of one program have one each,
+// and a run may end without taking its last one: so of large messages fewer are kept, and more of
+// small ones.
+constexpr size_t kMost = 64, kMostAlike = 8, kMostAlikeBytes = size_t{256} << 20;
 constexpr int64_t kAlign = 64;  // bytes
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -301,12 +301,15 @@ void MessageQueue::count_from(int64_t first) {
   next_number_ = first;
 }
 
-// Return the oldest message that has to go before one more of this fingerprint is sent; else, end.
-std::map<int64_t, MessageQueue::Sent>::iterator MessageQueue::surplus(int64_t fingerprint) {
+// Return the oldest message that has to go before one more of this fingerprint is sent, which takes
+// so many bytes; else, end.
+std::map<int64_t, MessageQueue::Sent>::iterator MessageQueue::surplus(int64_t fingerprint,
+                                                                      size_t bytes) {
   if (ahead_.size() >= kMost) return ahead_.begin();
+  const size_t most_alike = std::max(kMostAlike, kMostAlikeBytes / std::max<size_t>(bytes, 1));
   const auto is_alike = [=](const auto& sent) { return sent.second.fingerprint == fingerprint; };
   const auto alike = static_cast<size_t>(std::count_if(ahead_.begin(), ahead_.end(), is_alike));
-  return alike < kMostAlike ? ahead_.end() : std::find_if(ahead_.begin(), ahead_.end(), is_alike);
+  return alike < most_alike ? ahead_.end() : std::find_if(ahead_.begin(), ahead_.end(), is_alike);
 }
 
 int64_t MessageQueue::send_ahead(size_t transport, int64_t fingerprint,
@@ -332,7 +335,9 @@ int64_t MessageQueue::send_ahead(size_t transport, int64_t fingerprint,
   Lock lock(mutex_);
   // All ranks drop the same message, because all have sent the same ones: either all find it when
   // they take its number, or none does.
-  for (auto oldest = surplus(fingerprint); oldest != ahead_.end(); oldest = surplus(fingerprint)) {
+  for (;;) {
+    const auto oldest = surplus(fingerprint, static_cast<size_t>(bytes));
+    if (oldest == ahead_.end()) break;
     const int64_t number = oldest->first;
     wait_for(lock, Handle(oldest->second.message));
     ahead_.erase(number);

@@ -156,7 +156,7 @@ class MessageQueue {
   void wake();
   void wait_for(Lock& lock, const Handle& message);
   void forget_started(Lock& lock);
-  std::map<int64_t, Sent>::iterator surplus(int64_t fingerprint);
+  std::map<int64_t, Sent>::iterator surplus(int64_t fingerprint, size_t bytes);
   void drop(const std::exception_ptr& failure);
   [[noreturn]] void fail(const std::exception_ptr& failure);
 

@@ -226,8 +226,9 @@ def run_widened(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 # packed: a few arrays at a time
 
-# of an operand, of a result
-LARGEST_BYTES = 1 << 30  # of an array in one collective, of all its rows
+# of an array in one collective between CPUs, of all its rows
+LARGEST_BYTES = 1 << 30
+# whether an operand has a row for each rank, and whether a result has
 ROWS = {"reduce_scatter": (True, False), "alltoall": (True, True), "allgather": (False, True)}
 
 
@@ -254,10 +255,10 @@ def _fits(dtype: np.dtype) -> bool:
 
 
 def _in_pieces(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Carry out `call` as `_packed`, large arrays in pieces of LARGEST_BYTES.
+    """Carry out `call` as `_packed`, between CPUs with large arrays in pieces of LARGEST_BYTES.
 
-    XLA passes 64-bit counts, of bytes for a permute and an all_to_all, to MPI, whose counts have 32
-    bits: what is more is left out without an error.
+    On CPUs, XLA passes 64-bit counts, of bytes for a permute and an all_to_all, to MPI, whose
+    counts have 32 bits: what is more is left out without an error.
     """
     size = call.count(int(lax.axis_size(AXIS)))
     has_rows_in, has_rows_out = ROWS.get(call.kind, (False, False))
@@ -286,6 +287,8 @@ def _in_pieces(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _columns_of_piece(x: jax.Array | jax.ShapeDtypeStruct, rows: int) -> int:
     """Return how many columns of so many rows a piece of an array has at most."""
+    if jax.default_backend() != "cpu":
+        return max(1, prod(x.shape))
     return max(1, LARGEST_BYTES // (rows * x.dtype.itemsize))
 
 

@@ -232,16 +232,16 @@ def message(call, name):
     return call, backend, backend._fingerprint(call, Message(name))
 
 
-def send(call, name):
+def send(call, name, items=1):
     """Send a message ahead, and return its number."""
     ahead = jax.jit(lambda x: native_calls.send_ahead([x], *message(call, name)))
-    return ahead(jnp.float32(X))
+    return ahead(jnp.full(items, X, jnp.float32))
 
 
-def take(call, number):
+def take(call, number, items=1):
     """Take the result of a message."""
     taken = jax.jit(lambda x, number: native_calls.take([x], number, *message(call, "taken")))
-    return float(taken(jnp.float32(X), number)[0])
+    return float(taken(jnp.full(items, X, jnp.float32), number)[0][-1])
 
 
 def at_once(call):
@@ -306,15 +306,18 @@ def test_a_failure_of_another_transport_waits_for_its_take():
 
 
 @run_ranks(2)
-def test_messages_that_nobody_takes_are_kept_up_to_eight_of_a_place():
+@pytest.mark.parametrize(("items", "kept"), [(1, 10), (1 << 22, 8)])
+def test_of_large_messages_that_nobody_takes_eight_of_a_place_are_kept(items, kept):
     """Those that are kept are taken; the others are carried out anew, on all ranks."""
     backend, (everyone,) = collectives(1)
-    sent, kept = 10, 8
-    numbers = [send(everyone, "alike") for _ in range(sent)]
+    sent = 10
+    numbers = [send(everyone, "alike", items) for _ in range(sent)]
     others = [send(everyone, f"other {i}") for i in range(3)]
     assert at_once(everyone) == SUM  # behind all of them
     begun, _ = backend.native.messages()
-    assert [take(everyone, number) for number in numbers + others] == [SUM] * (sent + 3)
+    got = [take(everyone, number, items) for number in numbers]
+    got += [take(everyone, number) for number in others]
+    assert got == [SUM] * (sent + 3)
     assert backend.native.messages()[0] == begun + sent - kept
 
 
