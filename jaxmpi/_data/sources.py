@@ -168,7 +168,7 @@ def _dtypes(parts: Sequence[object]) -> set[np.dtype]:
             dtypes |= _dtypes([*chain.from_iterable(lists)])
         elif issubclass(kind, np.ndarray | jax.Array):
             dtypes |= {part.dtype for part in parts if type(part) is kind}
-    return {dtype for dtype in dtypes if getattr(dtype, "kind", "") in "biufc"}
+    return {dtype for dtype in dtypes if isinstance(dtype, np.dtype) and dtype.kind in "biufc"}
 
 
 def _is_list(x: object) -> bool:
