@@ -1,8 +1,10 @@
-"""FSDP-like training of plain JAX: sharded parameters, a sharded batch, and no import of jaxmpi.
+"""Train plain JAX with parameters sharded as in FSDP; it does not import jaxmpi.
 
-python examples/sharded.py                    # one device
-XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/sharded.py
-jaxmpi run -n 4 examples/sharded.py           # four ranks
+    python examples/sharded.py                    # one device
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/sharded.py
+    jaxmpi run -n 4 examples/sharded.py           # four ranks
+
+The number of devices must divide 120: the hidden units, and the samples of a batch.
 """
 
 import os
@@ -13,10 +15,12 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-if "OMPI_COMM_WORLD_SIZE" in os.environ:  # a rank
+# The number of ranks: of `jaxmpi run` and Open MPI, and of `srun`
+counts = [os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
+if any(int(count or 1) > 1 for count in counts):
     jax.distributed.initialize()
 
-WIDTH, BATCH, STEPS = 128, 64, 300
+FEATURES, WIDTH, BATCH, STEPS = 8, 120, 120, 300
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 rows = NamedSharding(mesh, P("data"))
 rng = np.random.default_rng(0)
@@ -28,7 +32,7 @@ def sharded(x):
 
 
 def loss_of(params, x, y):
-    hidden = jnp.tanh(x @ params["in"])
+    hidden = jnp.tanh(x @ params["in"].T)
     return jnp.mean((hidden @ params["out"] - y) ** 2)
 
 
@@ -41,12 +45,16 @@ def step(params, x, y):
 
 scale = 1 / np.sqrt(WIDTH)
 params = {
-    "in": sharded(rng.normal(size=(8, WIDTH)).astype(np.float32)),
+    "in": sharded(rng.normal(size=(WIDTH, FEATURES)).astype(np.float32)),
     "out": sharded(scale * rng.normal(size=(WIDTH, 1)).astype(np.float32)),
 }
 for i in range(STEPS):
-    x = rng.uniform(-1, 1, (BATCH, 8)).astype(np.float32)
-    y = np.sin(3 * x.sum(axis=1, keepdims=True))
+    x = rng.uniform(-1, 1, (BATCH, FEATURES)).astype(np.float32)
+    y = np.sin(x.sum(axis=1, keepdims=True))
     params, loss = step(params, sharded(x), sharded(y))
+    # A collective of virtual devices occupies one thread of XLA's pool for each device until all
+    # have come. Steps that are queued without a wait can occupy all threads, so that the last
+    # device of a collective finds none, and nothing goes on.
+    loss.block_until_ready()
     if (i + 1) % 100 == 0 and jax.process_index() == 0:
         print(f"step {i + 1}: loss {float(loss):.4f} on {jax.device_count()} devices", flush=True)

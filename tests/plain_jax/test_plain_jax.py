@@ -200,6 +200,26 @@ def test_the_library_ends_a_job_but_for_a_wait_that_the_monitor_sees(how):
         assert done.returncode == 1 and "it waits for rank 1. It ends the job." in said, said
 
 
+@pytest.mark.slow
+def test_the_example_has_the_same_losses_on_virtual_devices_and_ranks():
+    """Its steps wait: those that are queued hang on virtual devices, in about half of the runs."""
+    example = HERE.parents[1] / "examples" / "sharded.py"
+    flags = "--xla_force_host_platform_device_count="
+    losses = []
+    for count in (1, 4, 4):
+        losses.append(losses_in(output_of(sys.executable, example, XLA_FLAGS=f"{flags}{count}")))
+    for ranks in (2, 3):
+        done = started(ranks, example)
+        assert done.returncode == 0, done.stderr
+        losses.append(losses_in(done.stdout.splitlines()))
+    assert len(losses[0]) == 3 and losses[0][-1] < 0.5 * losses[0][0]
+    np.testing.assert_allclose(losses, [losses[0]] * len(losses), atol=2e-4)
+
+
+def losses_in(lines):
+    return [float(found[1]) for line in lines if (found := re.search(r": loss (\S+)", line))]
+
+
 @pytest.mark.launcher
 @pytest.mark.slow
 def test_initialize_finds_the_ranks_of_each_launcher():
