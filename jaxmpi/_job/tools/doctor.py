@@ -31,6 +31,7 @@ __all__ = ["Finding", "compiled", "cores", "devices", "mpi", "plain_jax", "run"]
 
 SHARED_BYTES = 1 << 23  # in /dev/shm for each rank: enough for the native transport and MPI
 REPORT_COLUMNS = 118
+NO_BREAK = "\N{NO-BREAK SPACE}"
 # Where each rank has a core; a slower mean is reported.
 MAX_LATENCY_US = {"native": 50.0, "mpi4jax": 400.0, "xla": 10_000.0}
 MAX_MEMCPY_RATIO = 4.0  # of the seconds of a mean to those of a memcpy
@@ -52,6 +53,7 @@ class Finding(NamedTuple):
 
 
 def _wrapped(first_indent: str, text: str) -> str:
+    """Fill lines with a text; a no-break space stays within a line, and becomes a space."""
     return textwrap.fill(
         text,
         REPORT_COLUMNS,
@@ -59,7 +61,7 @@ def _wrapped(first_indent: str, text: str) -> str:
         subsequent_indent=" " * 10,
         break_long_words=False,  # paths
         break_on_hyphens=False,
-    )
+    ).replace(NO_BREAK, " ")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -263,10 +265,10 @@ def plain_jax() -> Finding:
         jax_collectives.IMPLEMENTATION: "mpi",
         jax_collectives.LIBRARY_VARIABLE: jax_collectives.find_library(),
     }
-    exports = " ".join(f"{variable}={value}" for variable, value in pairs.items())
-    return Finding(
-        name, "ok", f"`jaxmpi run` sets their variables; for mpirun and srun: export {exports}"
-    )
+    # Each is a command of one line: a shell reads what is pasted line by line.
+    exports = [f"export{NO_BREAK}{variable}={value};" for variable, value in pairs.items()]
+    facts = f"`jaxmpi run` sets their variables; for mpirun and srun: {' '.join(exports)}"
+    return Finding(name, "ok", facts)
 
 
 def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxmpi import _devices
 from jaxmpi._job.launch.machine import Machine
+from jaxmpi._job.process import jax_collectives
 from jaxmpi._job.tools import doctor, probes
 
 
@@ -97,6 +98,18 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
         doctor.compiled().verdict == "slow"
         and "JAX_COMPILATION_CACHE_DIR" in doctor.compiled().advice
     )
+
+
+@pytest.mark.skipif(bool(jax_collectives.why_not()), reason="no library for JAX's collectives")
+def test_plain_jax_prints_variables_that_a_shell_exports(monkeypatch):
+    """A shell reads what is pasted line by line: a line break after `export` would export none."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    printed = str(doctor.plain_jax())
+    pasted = printed[printed.index("export") :] + "\nenv"
+    environ = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["sh"], input=pasted, env=environ, text=True, capture_output=True)
+    assert "JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi\n" in done.stdout
+    assert f"MPITRAMPOLINE_LIB={jax_collectives.find_library()}\n" in done.stdout
 
 
 @pytest.mark.exhaustive
