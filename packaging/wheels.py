@@ -20,7 +20,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# RHEL 8, Debian 10 and Ubuntu 18.10 have this version or an older one. jaxlib's wheels need 2.27.
+# RHEL 8, Debian 10 and Ubuntu 18.10 have this version or a newer one. jaxlib's wheels need 2.27.
 GLIBC = "2.28"
 MACHINES = ("x86_64", "aarch64")
 BUILD = """
