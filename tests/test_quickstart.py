@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -55,18 +56,21 @@ def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["simulated_ranks", "several_ranks", "what_a_step_sends"])
 def test_notebooks_run(name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # for `!jaxmpi`
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     shown = ""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             shown += output.get("text", "")
-    words = {
+    pattern = {
         "simulated_ranks": "on eight",
         "several_ranks": "ValueError: only here",
-        "what_a_step_sends": "last to come",
+        # the collectives of 50 steps, and none of those by which `explain` measures the network
+        "what_a_step_sends": r"last to come\s+0 +\S+ +10\d ",
     }
-    assert words[name] in shown
+    assert re.search(pattern[name], shown), shown
 
 
 @pytest.mark.parametrize(
