@@ -196,11 +196,9 @@ def evaluate(params):
 digits = 15 if args.dtype == "float64" else 6
 rates = []  # images/s over all ranks, for each epoch
 for epoch in range(args.epochs):
-    key, losses, meter = (
-        jax.random.fold_in(jax.random.key(args.seed), epoch),
-        [],
-        jaxmpi.Throughput(),
-    )
+    key = jax.random.fold_in(jax.random.key(args.seed), epoch)
+    losses = []
+    meter = jaxmpi.Throughput()
     batches = jaxmpi.batches(train, args.batch_size, seed=args.seed, epoch=epoch)
     for batch in jaxmpi.progress(batches, desc=f"epoch {epoch + 1}", leave=False):
         if args.explain and epoch == 0 and not losses:

@@ -168,11 +168,9 @@ def schedule_of(args, steps):
 
     `steps` is the number of steps of an epoch.
     """
-    highest, total, warmup = (
-        args.lr * args.batch_size / 256,
-        args.epochs * steps,
-        round(args.warmup * steps),
-    )
+    highest = args.lr * args.batch_size / 256
+    total = args.epochs * steps
+    warmup = round(args.warmup * steps)
     tenths = {}
     for part in (1 / 3, 2 / 3, 8 / 9):
         step = round(total * part) - warmup
@@ -339,10 +337,11 @@ def train(args, folders, load, model, begin):
         """Write the means since the last row to the table and the screen."""
         if not counts:
             return
-        own = np.sum(jax.device_get(counts), axis=0)  # waits for the last step
+        of_rank = np.sum(jax.device_get(counts), axis=0)  # waits for the last step
         counts.clear()
-        meter.add(int(own[-1]))
-        rate, (*sums, images) = meter.read(), np.asarray(jaxmpi.tree_allreduce(own, op="sum"))
+        meter.add(int(of_rank[-1]))
+        rate = meter.read()
+        *sums, images = np.asarray(jaxmpi.tree_allreduce(of_rank, op="sum"))
         loss, top1, top5 = (float(x / max(images, 1)) for x in sums)
         row = {
             "step": at["step"],
@@ -399,9 +398,8 @@ def main():
     cores = len(os.sched_getaffinity(0))
     of_rank = cores if cores < os.cpu_count() else cores // world.local_size
     workers = getattr(args, "workers", max(1, of_rank - 1))
-    folders = {
-        part: Folder(args.data / part, args.pixels) for part in ("train", "val")[args.evaluate :]
-    }
+    parts = ["val"] if args.evaluate else ["train", "val"]
+    folders = {part: Folder(args.data / part, args.pixels) for part in parts}
     check(args, folders)
     args.out.mkdir(parents=True, exist_ok=True)
     load = partial(loader, batch_size=args.batch_size, seed=args.seed, workers=workers)
@@ -410,7 +408,8 @@ def main():
         "dtype": jnp.dtype(args.dtype),
         "param_dtype": jnp.float64 if args.dtype == "float64" else jnp.float32,
     }
-    axis, classes = jaxmpi.AXIS if args.batch_stats == "sync" else None, len(folders["val"].classes)
+    axis = jaxmpi.AXIS if args.batch_stats == "sync" else None
+    classes = len(folders["val"].classes)
     model = MODELS[args.model](
         classes, width=args.width, axis_name=axis, rngs=nnx.Rngs(args.seed), **types
     )

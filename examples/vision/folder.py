@@ -65,7 +65,7 @@ class Folder:
                 raise
             return {"image": blank, "label": np.int32(0), "row": row, "good": False}
         if seed is None:
-            crop = centre(image, self.pixels)
+            crop = center_crop(image, self.pixels)
         else:
             crop = random_crop(image, self.pixels, [*seed, row])
         return {"image": np.asarray(crop), "label": np.int32(label), "row": row, "good": True}
@@ -82,7 +82,7 @@ def listing(root):
     return classes, files
 
 
-def centre(image, pixels):
+def center_crop(image, pixels):
     """Crop the middle of the image, 7/8 of its shorter side."""
     side = min(image.size) * 7 / 8
     left, top = (image.width - side) / 2, (image.height - side) / 2
@@ -95,10 +95,8 @@ def random_crop(image, pixels, seed):
     """Crop 8 % to 100 % of the area, and flip every other time (Szegedy et al. 2015)."""
     rng = np.random.default_rng(seed)
     for _ in range(10):
-        area, ratio = (
-            rng.uniform(0.08, 1) * image.width * image.height,
-            np.exp(rng.uniform(*np.log([3 / 4, 4 / 3]))),
-        )
+        area = rng.uniform(0.08, 1) * image.width * image.height
+        ratio = np.exp(rng.uniform(*np.log([3 / 4, 4 / 3])))
         width, height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
         if width <= image.width and height <= image.height:
             break

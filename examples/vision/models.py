@@ -55,10 +55,8 @@ class ResNet(nnx.Module):
         he = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
         conv = partial(nnx.Conv, use_bias=False, kernel_init=he, **types)
         norm = partial(nnx.BatchNorm, momentum=0.9, axis_name=axis_name, **types)
-        self.stem, self.stem_norm = (
-            conv(3, width, (7, 7), 2, padding=3, rngs=rngs),
-            norm(width, rngs=rngs),
-        )
+        self.stem = conv(3, width, (7, 7), 2, padding=3, rngs=rngs)
+        self.stem_norm = norm(width, rngs=rngs)
         stages, inputs = [], width
         for stage, count in enumerate(blocks):
             for i in range(count):
@@ -88,10 +86,8 @@ class Encoder(nnx.Module):
     """Transformer block, normalized before attention and before the MLP."""
 
     def __init__(self, width, heads, *, rngs, **types):
-        self.norm1, self.norm2 = (
-            nnx.LayerNorm(width, rngs=rngs, **types),
-            nnx.LayerNorm(width, rngs=rngs, **types),
-        )
+        self.norm1 = nnx.LayerNorm(width, rngs=rngs, **types)
+        self.norm2 = nnx.LayerNorm(width, rngs=rngs, **types)
         types["kernel_init"] = nnx.initializers.xavier_uniform()
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **types)
         self.dense1 = nnx.Linear(width, 4 * width, rngs=rngs, **types)

@@ -1,6 +1,9 @@
 """The examples that train do what they say, on one rank and on more, from beginning to end."""
 
+import ast
 import re
+import subprocess
+import sys
 
 import nbformat
 import numpy as np
@@ -72,6 +75,29 @@ def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
     curves, correct = zip(*map(curve, outputs, counts), strict=True)
     np.testing.assert_allclose(*curves, rtol=1e-5)
     assert np.ptp(correct) <= 1
+
+
+def test_a_batch_of_more_images_than_there_are_is_refused():
+    for name in ("digits", "digits_linen"):
+        command = [sys.executable, f"examples/{name}.py", "--batch-size", "2000"]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert "--batch-size is 2000, and there are 1437 training images" in done.stderr
+
+
+def test_the_two_digits_have_the_same_functions():
+    """They differ in the model, and in what calls it."""
+    functions = []
+    for name in ("digits", "digits_linen"):
+        source = (ROOT / "examples" / f"{name}.py").read_text()
+        nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        functions.append({node.name: ast.get_source_segment(source, node) for node in nodes})
+    digits, linen = functions
+    assert {"shift", "evaluate"} <= linen.keys() <= digits.keys()
+    for name in ("shift", "evaluate"):
+        assert linen[name] == digits[name]
 
 
 def test_digits_learns_with_every_transform(digits):
