@@ -20,7 +20,7 @@ import subprocess
 import termios
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -356,11 +356,12 @@ class Relay:
         self.lost = 0  # bytes since the last one that was written
         self.error = ""
         self._unwritten = 0  # bytes that wait for the reader of the sink
+        self._given_up = False  # those have been counted as lost
         self._source, self._sink, self._name = source, sink, _NAMES.get(sink, "output")
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 
-    def join(self, timeout_seconds: float, hurry: Sequence[object] = ()) -> None:
+    def join(self, timeout_seconds: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Wait until the stream has ended and is written; what then waits to be written is lost.
 
         A slow reader, such as `less` or a paused terminal, has all the time that it wants: a wait
@@ -369,15 +370,16 @@ class Relay:
         Args:
           timeout_seconds: for the stream to end, as a process that the job has left may hold it
             open.
-          hurry: once there is something in it, a wait for the reader counts, too.
+          is_stopped: returns whether the job is stopped: then a wait for the reader counts, too.
         """
         counted_seconds = 0.0
         while self._thread.is_alive() and counted_seconds < timeout_seconds:
             began = time.monotonic()
             self._thread.join(LOOK_SECONDS)
-            if hurry or not self._unwritten:
+            if is_stopped() or not self._unwritten:
                 counted_seconds += time.monotonic() - began
         if self._thread.is_alive() and self._unwritten:
+            self._given_up = True
             self.error = self.error or "nobody has read it in time"
             self.lost += self._unwritten + _readable_bytes(self._source)
 
@@ -388,7 +390,7 @@ class Relay:
         return f"the last {self.lost} bytes of {self._name} could not be written ({self.error})"
 
     def _copy(self) -> None:
-        while chunk := os.read(self._source.fileno(), TAIL_BYTES):
+        while not self._given_up and (chunk := os.read(self._source.fileno(), TAIL_BYTES)):
             chunk = self._without_nul(chunk)
             self.tail.extend(chunk)
             del self.tail[:-TAIL_BYTES]
@@ -413,14 +415,19 @@ class Relay:
         return (before + chunk).replace(_LINE + b"\0", _LINE)[len(before) :]
 
     def _write(self, data: bytes) -> int:
-        """Write all of it; return how many bytes were not written."""
+        """Write all of it; return how many bytes were not written, but for those of `join`."""
+        rest = memoryview(data)
         try:
             poll = select.poll()
             poll.register(self._sink, select.POLLOUT)
-            while data:
-                self._unwritten = len(data)
+            while rest:
+                self._unwritten = len(rest)
                 poll.poll()  # another process may have made the stream one that does not block
-                data = data[os.write(self._sink, data) :]
+                if self._given_up:
+                    return 0
+                # A pipe that is ready has room for PIPE_BUF bytes. The write of more would wait in
+                # the middle, and what it has written would count as unwritten.
+                rest = rest[os.write(self._sink, rest[: select.PIPE_BUF]) :]
         except OSError as error:
             if error.errno in _NOBODY_READS:
                 self._sink = os.open(os.devnull, os.O_WRONLY)
@@ -428,7 +435,7 @@ class Relay:
             self.error = error.strerror or str(error)
         finally:
             self._unwritten = 0
-        return len(data)
+        return len(rest)
 
 
 def _readable_bytes(stream: IO[bytes]) -> int:
@@ -444,7 +451,7 @@ def _end_output(relays: Sequence[Relay], received: Sequence[Received]) -> None:
     A job that a signal has stopped, or stops now, does not wait for a slow reader.
     """
     for relay in relays:
-        relay.join(GRACE_SECONDS, hurry=received)
+        relay.join(GRACE_SECONDS, is_stopped=lambda: bool(received))
     if relays[1].tail and not relays[1].tail.endswith(b"\n"):  # half a line, such as a progress bar
         with contextlib.suppress(OSError):
             os.write(2, b"\n")

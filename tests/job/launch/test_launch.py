@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.__main__ import main
-from jaxmpi._job.launch import mpiexec
+from jaxmpi._job.launch import mpiexec, supervisor
 from jaxmpi._job.launch.find_failure import End, find_failure
 from jaxmpi._job.launch.host_ranks import HostRanks
 from jaxmpi._job.launch.machine import Machine, survey
@@ -1559,7 +1559,7 @@ def test_output_that_nobody_reads_any_more_changes_nothing():
 
 RESUMES = """
 import os, resource, sys, time
-from jaxmpi._job.launch.supervisor import Relay, supervise
+from jaxmpi._job.launch.supervisor import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1609,25 +1609,32 @@ def test_a_slow_reader_has_the_time_that_it_wants_unless_the_job_is_stopped(stop
     read, write = os.pipe()
     out, sink = os.pipe()
     capacity = fcntl.fcntl(sink, fcntl.F_GETPIPE_SZ)
-    with os.fdopen(read, "rb") as source:
+    piece = 5 * capacity // 8  # the second one fits in part
+    with os.fdopen(read, "rb") as source, os.fdopen(out, "rb") as reader:
         relay = Relay(source, sink)
-        written = 0
-        while written < 2 * capacity:
-            written += os.write(write, bytes(4096))
+        for _ in range(2):
+            os.write(write, bytes(piece))
+            while supervisor._readable_bytes(source):
+                time.sleep(0.01)
+        while supervisor._readable_bytes(reader) < capacity:
+            time.sleep(0.01)
+        os.write(write, bytes(4096))  # this waits in the first pipe
         os.close(write)
         arrived = []
-        reader = threading.Timer(0.5, lambda: arrived.append(len(os.read(out, 2 * capacity))))
-        reader.start()
-        relay.join(0.2, hurry=["a signal"] if stopped else [])
+        reads = lambda: arrived.append(len(reader.read(2 * piece + 4096)))
+        late = threading.Timer(0.5, reads)
+        if not stopped:
+            late.start()
+        relay.join(0.2, is_stopped=lambda: stopped)
         lost, missing = relay.lost, relay.missing()
-        reader.join()
-        relay.join(1.0)
-        while sum(arrived) < written:
-            arrived.append(len(os.read(out, 2 * capacity)))
-    assert lost == (written - capacity if stopped else 0)
+        if stopped:
+            late.start()
+        relay.join(10)
+        os.close(sink)  # the end of what the reader gets
+        late.join()
+    assert lost == (2 * piece + 4096 - capacity if stopped else 0)
+    assert arrived == [2 * piece + 4096 - lost]
     assert (f"the last {lost} bytes of output could not be written" in missing) == stopped
-    os.close(out)
-    os.close(sink)
 
 
 def test_a_stream_that_is_held_open_without_output_is_not_waited_for():
