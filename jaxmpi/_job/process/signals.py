@@ -72,9 +72,13 @@ class Signals:
     def interrupt_is_stuck(self, look_seconds: float) -> bool:
         """Return whether Python has not reacted to an interrupt for too long.
 
+        A handler of the script may react without our notice: its interrupts are not counted.
+
         Args:
           look_seconds: the time between two calls of this method.
         """
+        if not self._handles_interrupts():
+            self._interrupted = 0.0
         if not self._interrupted or time.monotonic() - self._interrupted <= INTERRUPT_SECONDS:
             return False
         # this thread may learn of the interrupt later than Python
@@ -120,7 +124,11 @@ class Signals:
         self._before[number] = signal.signal(number, handler)
 
     def _on_arrived(self) -> None:
-        self._interrupted = time.monotonic()
+        # The script may restore our handler before the next look.
+        self._interrupted = time.monotonic() if self._handles_interrupts() else 0.0
+
+    def _handles_interrupts(self) -> bool:
+        return signal.getsignal(signal.SIGINT) == self._on_interrupt
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._reacted = time.monotonic()

@@ -248,26 +248,35 @@ if rank == 1:
     # "waits": stands in a collective that rank 0 never joins, where Python cannot react
     if sys.argv[1] == "waits":
         jaxmpi.tree_allreduce(jnp.ones(3)).block_until_ready()
+    if sys.argv[1] == "has a handler":
+        signal.signal(signal.SIGINT, lambda *_: print("caught", flush=True))
+        os.kill(os.getpid(), signal.SIGINT)
+        jaxmpi.allgather_object(0)  # rank 0 comes later than a rank may take to react
     try:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(30)
+        time.sleep(30 * (sys.argv[1] != "has a handler"))
     except KeyboardInterrupt:
         print("caught", flush=True)
     if sys.argv[1] == "calls":  # C code, for longer than a rank may take to react in a collective
-        step = lambda count: hashlib.pbkdf2_hmac("sha256", b"", b"", count)
-        began = time.perf_counter()
-        step(100_000)
-        count = int(100_000 * 4 / (time.perf_counter() - began))
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        try:
-            step(count)
-        except KeyboardInterrupt:
-            print("caught again", flush=True)
+        count, seconds = 1_000_000, 0.0
+        while seconds < 3:  # until one call has taken so long
+            began = time.perf_counter()
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            try:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", count)
+                time.sleep(30)  # for the interrupt of a call that was too short
+            except KeyboardInterrupt:
+                seconds = time.perf_counter() - began
+            count = int(count * max(1.5, 4 / seconds))
+        print("caught again", flush=True)
         time.sleep(4)  # longer than a rank may take to react
 elif sys.argv[1] == "waits":
     time.sleep(2)
     os.kill(jaxmpi_pid, signal.SIGINT)
     time.sleep(60)
+elif sys.argv[1] == "has a handler":
+    time.sleep(4)
+    jaxmpi.allgather_object(0)
 jaxmpi.barrier()
 jaxmpi.print("end of", rank)
 """
@@ -275,7 +284,7 @@ jaxmpi.print("end of", rank)
 
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["catches", "calls"])
+@pytest.mark.parametrize("what", ["catches", "calls", "has a handler"])
 def test_an_interrupt_that_the_script_handles_is_its_own(what, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
@@ -458,6 +467,45 @@ def test_a_signal_is_heard_by_all_who_have_had_the_wake_up_file(what, heard, own
     assert done.stdout.splitlines() == [f"['SIGUSR1', 'SIGUSR1'] {heard}", f"True {owner}"], (
         done.stdout + done.stderr
     )
+
+
+STUCK = """
+import os, signal, sys, time
+from jaxmpi._job.process import signals as module
+module.INTERRUPT_SECONDS = 0.0
+what, mine = sys.argv[1], lambda *_: None
+if what == "set before":
+    signal.signal(signal.SIGINT, mine)
+signals = module.Signals()
+before = signal.getsignal(signal.SIGINT)
+if what in ("set after", "restored"):
+    signal.signal(signal.SIGINT, mine)
+    os.kill(os.getpid(), signal.SIGINT)
+elif what == "set before":
+    os.kill(os.getpid(), signal.SIGINT)
+elif what == "handled":
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt:
+        pass
+else:  # the kernel has delivered it, and Python runs no handler
+    os.write(signals._written.fileno(), bytes([signal.SIGINT]))
+for call in signals.wait(10.0):
+    call()
+if what == "restored":
+    signal.signal(signal.SIGINT, before)
+time.sleep(0.1)
+print(signals.interrupt_is_stuck(0.01), signals.interrupt_is_stuck(0.01))
+"""
+
+
+@pytest.mark.parametrize("what", ["stuck", "handled", "set before", "set after", "restored"])
+def test_an_interrupt_that_a_handler_of_the_script_gets_is_not_stuck(what):
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, what], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == f"{what == 'stuck'} False\n", done.stdout + done.stderr
 
 
 WITNESSED = """
