@@ -77,17 +77,17 @@ def _run_all(request: Request, mpiexec: Mpiexec, library: str) -> int:
     """Run the job until it ends in order or no restart is left; return its exit code.
 
     Raises:
-      LaunchError: the job's MPS daemon does not start.
+      LaunchError: the job cannot be started for the first time, as `_run_once` says.
     """
     if request.scaling:
         return _scale(request, mpiexec, library)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
         restarts, failures = Restarts(request, Path(folder)), 0
-        while True:
-            outcome = _run_once(request, mpiexec, library, failures)
+        outcome = _run_once(request, mpiexec, library, failures)
+        while outcome.failed:
             refused = bool(outcome.refused_count) and request.restarts > 0
-            if not outcome.failed or (failures == request.restarts and not refused):
-                return outcome.code
+            if failures == request.restarts and not refused:
+                break
             try:
                 if refused:  # the program has not failed: it never ran
                     request = restarts.after_refused(request, outcome.refused_count)
@@ -100,9 +100,11 @@ def _run_all(request: Request, mpiexec: Mpiexec, library: str) -> int:
                     failures += 1
                     words = f" {changed}" if changed else ""
                     say(f"restart {failures} of {request.restarts}{words}")
+                outcome = _run_once(request, mpiexec, library, failures)
             except LaunchError as error:
                 say(f"no restart: {error}")
-                return outcome.code
+                break
+        return outcome.code
 
 
 def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) -> Outcome:
@@ -115,7 +117,8 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
       attempt: how often the job has failed before.
 
     Raises:
-      LaunchError: the job's MPS daemon does not start.
+      LaunchError: the job's MPS daemon does not start, or MPI's launcher cannot be started, as
+        where the command line is too long.
     """
     # anew for each attempt: a rank that a fault of the GPU has ended leaves the daemon's server so
     daemon: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
@@ -174,10 +177,20 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _scale(request: Request, mpiexec: Mpiexec, library: str) -> int:
-    """Run the program on each number of ranks, and compare its throughput."""
-    points, cores = [], survey().cores
+    """Run the program on each number of ranks, and compare its throughput; return the exit code.
+
+    Raises:
+      LaunchError: the first job cannot be started, as `_run_once` says.
+    """
+    points, cores = list[Point](), survey().cores
     for ranks in request.scaling:
-        outcome = _run_once(replace(request, ranks=ranks), mpiexec, library, 0)
+        try:
+            outcome = _run_once(replace(request, ranks=ranks), mpiexec, library, 0)
+        except LaunchError as error:
+            if not points:
+                raise
+            say(str(error))
+            return 1
         if outcome.code:
             return outcome.code
         if not outcome.rates:

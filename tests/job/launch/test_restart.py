@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxmpi._job.launch import run, supervisor
 from jaxmpi._job.launch.find_failure import End, find_failure
 from jaxmpi._job.launch.host_ranks import MpiDaemons
 from jaxmpi._job.launch.mpiexec import LaunchError
@@ -140,6 +141,28 @@ def test_numbers_of_ranks_that_are_refused_are_not_taken_again(tmp_path):
         match=r"on no number of ranks from 3 to 6.*\n  3 ranks: 64 rows on 3\n  4 ranks: a st",
     ):
         restarts.after_refused(replace(now, ranks=6), "x")
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+@pytest.mark.parametrize("what", ["restarts", "scaling"])
+def test_only_a_first_job_that_cannot_start_is_no_job(monkeypatch, capfd, what, failed):
+    """A later one leaves the exit code of the job before it, or of a comparison that fails."""
+    code = 7 if what == "restarts" else 0
+
+    def run_once(*_):
+        if not outcomes:
+            raise LaunchError("the launcher is gone")
+        return outcomes.pop()
+
+    outcomes = [supervisor.Outcome(code, failed=bool(code), rates=(1.0,))] * failed
+    monkeypatch.setattr(run, "_run_once", run_once)
+    asked = plain(2) if what == "restarts" else replace(plain(2), scaling=(1, 2, 3))
+    if not failed:
+        with pytest.raises(LaunchError, match="the launcher is gone"):
+            run._run_all(asked, None, "")
+        return
+    assert run._run_all(asked, None, "") == (code or 1)
+    assert "the launcher is gone" in capfd.readouterr().err
 
 
 def test_without_min_ranks_a_number_that_is_refused_is_the_only_one(tmp_path):
