@@ -322,7 +322,8 @@ def local_size() -> int:
 def _before_fork() -> None:
     if _session is not None and _session.monitor is not None:
         _session.monitor.signals.hold()
-    # as there: Python would forget a signal that comes to a child before it has its handlers
+    # For `preempted`, whose handler needs no monitor. As in `Signals.hold`: Python would forget a
+    # signal that comes to a child before the child has set its handlers.
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 

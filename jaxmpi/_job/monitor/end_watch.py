@@ -3,8 +3,10 @@
 A rank that has come to its end waits for the others (`Monitor.leave`). A slow rank is waited for as
 long as it takes: it may evaluate, or write files. But it is named: after JAXMPI_STALL_SECONDS the
 ranks that wait ask all others whether they have come to their end, and the lowest of them writes
-what the missing ones do. Ranks whose process is stopped never come: each host sees its own, and
-ends the job for them after JAXMPI_STALL_END_SECONDS.
+what the missing ones do. A rank whose process is stopped may never come: a rank that waits on its
+host sees it, says so, and ends the job if it is still stopped JAXMPI_STALL_END_SECONDS later. Where
+all ranks of a host are stopped, or the lowest of those that wait is, nobody sees that: the ranks of
+other hosts name them as silent, and wait for them.
 """
 
 import math
@@ -21,7 +23,7 @@ from jaxmpi._job.monitor.watchdog import (
     Watchdog,
     describe_missing,
 )
-from jaxmpi._job.process import settings, stderr
+from jaxmpi._job.process import run_dir, settings, stderr
 from jaxmpi._job.process.failure import Cause, Failure, marked
 
 __all__ = ["EndWatch", "describe"]
@@ -37,10 +39,11 @@ class EndWatch:
         self._began: float | None = None  # the wait
         self._due = self._stall_seconds or math.inf  # seconds of the wait, for the next question
         self._asked_at: float | None = None
-        # By rank; None for one that has come to its end. One that is silent is not there.
-        self._answers: dict[int, Answer | None] = {}
-        # By stopped rank of this host, the seconds of the wait when it was last seen to run.
-        self._ran_at: dict[int, float] = {}
+        # What the others have answered to the last question; a silent rank is in neither.
+        self._at_end: set[int] = set()
+        self._answers: dict[int, Answer] = {}  # of ranks that have not come to their end
+        # By stopped rank of this host, the seconds of the wait when it was first seen to be so.
+        self._stopped_at: dict[int, float] = {}
         self._reported: list[int] | None = None  # stopped ranks in the last report
         monitor.topics["end: where"] = self._on_question
         monitor.topics["end: here"] = self._on_answer
@@ -51,32 +54,36 @@ class EndWatch:
         self._monitor.send(rank, "end: here", answer)
 
     def _on_answer(self, rank: int, answer: Answer | None) -> None:
-        self._answers[rank] = answer
+        if answer is None:
+            self._at_end.add(rank)
+        else:
+            self._answers[rank] = answer
 
     def _look(self) -> None:
         """Ask the others at the times that are due, and report once they have answered."""
+        # Between two questions a rank may go on, and be stopped again just before the second one.
+        for rank in list(self._stopped_at):
+            pid, _ = self._monitor.members[rank]
+            if run_dir.state(pid) != "stopped":
+                del self._stopped_at[rank]
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         waited_seconds = now - self._began
         if self._asked_at is not None:
-            complete = len(self._answers) == self._place.size - 1
+            complete = len(self._at_end) + len(self._answers) == self._place.size - 1
             if complete or now - self._asked_at > ANSWER_SECONDS:
                 self._asked_at = None
                 self._report(waited_seconds)
         elif waited_seconds > self._due:
-            self._asked_at, self._answers = now, {}
+            self._asked_at, self._at_end, self._answers = now, set(), {}
             self._monitor.send_all("end: where", None)
 
     def _report(self, waited_seconds: float) -> None:
         """Report the missing ranks, on one rank; end the job for a stopped one of this host."""
-        leaving, missing = [self._place.rank], list[MissingRank]()
+        leaving, missing = {self._place.rank, *self._at_end}, list[MissingRank]()
         for rank in range(self._place.size):
-            if rank == self._place.rank:
-                continue
-            answer = self._answers.get(rank)
-            if answer is None and rank in self._answers:
-                leaving.append(rank)
-            else:
+            if rank not in leaving:
+                answer = self._answers.get(rank)
                 missing.append(self._watchdog.missing_rank(rank, answer, waited_seconds)[0])
 
         # Every rank that waits comes here. From now on one of each host asks, which sees whether
@@ -87,22 +94,22 @@ class EndWatch:
             return
         self._due = waited_seconds + max(self._stall_seconds, MIN_REPEAT_SECONDS)
 
-        # A stopped rank has all of the time since it was last seen to run.
+        # A stopped rank has all of the time since it was first seen to be stopped. Since when it is
+        # nobody knows: it may have run until just before that look.
         stopped = [found for found in missing if found.state == "stopped"]
-        for found in missing:
-            if found.state != "stopped":
-                self._ran_at[found.rank] = waited_seconds
+        seen_anew = False
         left_seconds = math.inf
-        if self._end_seconds:
-            for found in stopped:
-                for_it = waited_seconds - self._ran_at.get(found.rank, 0.0)
-                left_seconds = min(left_seconds, self._end_seconds - for_it)
+        for found in stopped:
+            seen_anew = seen_anew or found.rank not in self._stopped_at
+            since = self._stopped_at.setdefault(found.rank, waited_seconds)
+            if self._end_seconds:
+                left_seconds = min(left_seconds, self._end_seconds - (waited_seconds - since))
         if 0 < left_seconds < math.inf:
             self._due = min(self._due, waited_seconds + left_seconds + LOOK_AGAIN_SECONDS)
 
         known = [found.rank for found in stopped]
         first = self._reported is None and self._place.rank == min(leaving) and bool(missing)
-        if first or known != (self._reported or []) or left_seconds <= 0:
+        if first or seen_anew or known != (self._reported or []) or left_seconds <= 0:
             self._reported = known
             announced = left_seconds if 0 < left_seconds < math.inf else None
             self._monitor.say(describe(waited_seconds, missing, announced))

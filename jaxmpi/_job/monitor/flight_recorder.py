@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxmpi._consistency import compare
 from jaxmpi._job.monitor.monitor import AT_END, Monitor, doing
 from jaxmpi._job.process import files, settings
 
-__all__ = ["OTHER_DUMPS_SECONDS", "Recorder"]
+__all__ = ["Recorder"]
 
 # For the other ranks to write their records before this rank ends the job.
 OTHER_DUMPS_SECONDS = 0.5
@@ -44,6 +45,10 @@ class Recorder:
         self._zero_ns = time.monotonic_ns()
         self._began = time.time()
         self._flight_dir = settings.get("JAXMPI_FLIGHT_DIR")
+        self._writing = threading.Lock()
+        self._is_last = False  # whether the record says why this rank ends the job
+        self._path: Path | None = None  # of the record; None if it could not be written
+        self._others_until = 0.0  # until when, by time.monotonic, the others may write theirs
         monitor.topics["dump"] = lambda rank, why: self.dump(why)
         monitor.signals.take(signal.SIGUSR1, self._on_signal)
         if self._flight_dir:
@@ -57,14 +62,43 @@ class Recorder:
 
     def _on_end(self, why: str) -> None:
         """Write the record; if this rank ends the job, have the others write theirs before."""
-        if why != AT_END:
-            self._monitor.send_all("dump", why)
-        self.dump(why)
-        if why != AT_END:
-            time.sleep(OTHER_DUMPS_SECONDS)
+        if why == AT_END:
+            self.dump(why)
+        else:
+            self.dump_all(why, last=True)
+            self.wait_for_others()
 
-    def dump(self, why: str) -> Path | None:
-        """Write the record, over an earlier one; return its path, None if it cannot be written."""
+    def dump_all(self, why: str, *, last: bool) -> Path | None:
+        """Write the records of all ranks; return the path of this rank's as `dump`.
+
+        Args:
+          why: the reason that the records state.
+          last: whether this rank ends the job now. Its record then remains as it is: the other
+            ranks may end the job, too, and send their own reasons.
+        """
+        if not self._is_last:
+            self._monitor.send_all("dump", why)
+            if last:
+                self._others_until = time.monotonic() + OTHER_DUMPS_SECONDS
+        return self.dump(why, last=last)
+
+    def wait_for_others(self) -> None:
+        """Sleep until the other ranks have had the time to write their last records."""
+        time.sleep(max(0.0, self._others_until - time.monotonic()))
+
+    def dump(self, why: str, *, last: bool = False) -> Path | None:
+        """Write the record, over one that is not the last; return its path.
+
+        It is None if the record cannot be written.
+        """
+        # The thread that ends the job and the monitor's thread may come here at the same time.
+        with self._writing:
+            if not self._is_last:
+                self._is_last = last
+                self._path = self._write(why)
+            return self._path
+
+    def _write(self, why: str) -> Path | None:
         name = f"rank-{self._backend.place.rank}.json"
         try:
             with self._folder() as (path, folder):

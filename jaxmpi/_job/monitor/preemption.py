@@ -39,6 +39,23 @@ class Preemption(Protocol):
         """Let SIGTERM end this process again: at the end of the session, and in a forked child."""
 
 
+def _tell_run(rank: int, *, alone: bool) -> None:
+    """Tell `jaxmpi run` that it may pass SIGTERM on to this rank, which stops in order at it.
+
+    A process that a rank has started is none of the ranks, and tells nothing.
+
+    Args:
+      rank: the rank.
+      alone: whether it has not joined the run yet.
+    """
+    if joining.parent() is None:
+        with contextlib.suppress(KeyError, OSError):
+            directory = os.environ["JAXMPI_RUN_DIR"]
+            if alone:
+                run_dir.join_alone(directory)
+            run_dir.takes_sigterm(directory, rank)
+
+
 class LocalPreemption:
     """A rank that notes the signal alone."""
 
@@ -53,20 +70,13 @@ class LocalPreemption:
         self._signalled = self._listens = False
 
     def listen(self) -> None:
-        """Handle SIGTERM from now on, unless the script has a handler of its own."""
+        """Note SIGTERM from now on, unless the script has a handler of its own."""
         here = threading.current_thread() is threading.main_thread()
         if self._listens or not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         self._listens = True
         signal.signal(signal.SIGTERM, self._on_signal)
-        # `jaxmpi run` passes SIGTERM on to the ranks that stop in order at it. A process that a
-        # rank has started is none of them.
-        if joining.parent() is None:
-            with contextlib.suppress(KeyError, OSError):
-                directory = os.environ["JAXMPI_RUN_DIR"]
-                if self._alone:
-                    run_dir.join_alone(directory)
-                run_dir.takes_sigterm(directory, self._rank)
+        _tell_run(self._rank, alone=self._alone)
 
     def requested(self) -> bool:
         """Return whether this process has got a SIGTERM."""
@@ -105,16 +115,14 @@ class AgreedPreemption:
         monitor.topics["stop: at"] = self._on_stop_at
 
     def listen(self) -> None:
-        """Handle SIGTERM from now on, unless the script has a handler of its own."""
+        """Tell rank 0 of a SIGTERM from now on, unless the script has a handler of its own."""
         if self._listens:
             return
         self._listens = self._monitor.signals.take(
             signal.SIGTERM, lambda: self._send(0, "stop", self._rank)
         )
         if self._listens:
-            # `jaxmpi run` passes SIGTERM on to the ranks that stop in order at it.
-            with contextlib.suppress(KeyError, OSError):
-                run_dir.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
+            _tell_run(self._rank, alone=False)
 
     def requested(self) -> bool:
         """Return whether to stop at this call: the same on all ranks at their n-th call."""

@@ -29,7 +29,7 @@ from jaxmpi._backends.base import Progress
 from jaxmpi._backends.program_log import ENTERED, LEFT
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.activity import Activity, Stand, Standing
-from jaxmpi._job.monitor.flight_recorder import OTHER_DUMPS_SECONDS, Recorder
+from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.monitor import Doing, Monitor, doing
 from jaxmpi._job.process import live_record, run_dir, settings, stderr
 from jaxmpi._job.process.busy import work, work_of
@@ -267,14 +267,10 @@ class Watchdog:
             ends_in_seconds=left_seconds if announced else None,
         )
         self._monitor.say(describe(report))
-        if stalled:
-            self._monitor.send_all("dump", "stall")
-            if path := self._recorder.dump("stall"):
-                self._monitor.say(
-                    f"the last collectives of each rank: jaxmpi timeline {path.parent}"
-                )
+        if stalled and (path := self._recorder.dump_all("stall", last=left_seconds <= 0)):
+            self._monitor.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
         if left_seconds <= 0:
-            time.sleep(OTHER_DUMPS_SECONDS)
+            self._recorder.wait_for_others()
             _report_to_launcher(missing, _in_callbacks(program))
             self._monitor.end(1, _why_ended(report))
 

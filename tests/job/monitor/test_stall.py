@@ -4,6 +4,7 @@ A job that hangs says why, and ends.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +24,8 @@ import pytest
 from test_monitor import end, jaxmpi_run
 
 import jaxmpi
-from jaxmpi._backends.base import Progress
-from jaxmpi._job.monitor import watchdog
+from jaxmpi._backends.base import Place, Progress
+from jaxmpi._job.monitor import end_watch, flight_recorder, watchdog
 from jaxmpi._job.monitor.activity import Stand, Standing
 from jaxmpi._job.monitor.monitor import Doing
 from jaxmpi._job.monitor.preemption import AgreedPreemption
@@ -193,7 +195,7 @@ def test_a_rank_that_votes_wait_for_is_named(tmp_path, monkeypatch, what, ranks)
     code, output, _, left = end(jaxmpi_run(ranks, script, what), str(tmp_path))
     assert code and not left, output
     call = "per_rank_batches, for the other ranks' data" if what == "left" else "barrier"
-    assert re.search(rf"\[rank 0/{ranks} on \S+\] stalled: has waited \d s in {call} at", output)
+    assert re.search(rf"\[rank 0/{ranks} on \S+\] stalled: has waited \d+ s in {call} at", output)
     assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output, output
     doing = "in barrier at script.py" if what == "left" else "after "
     assert re.search(rf"missing: rank 1 \(pid \d+ on \S+\), {doing}", output), output
@@ -207,7 +209,7 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     # the rank that has reported the wait says when it is over, and no other
     assert output.count("resumed after") == 1, output
     assert re.search(r"stalled: has waited [12] s", output)
-    assert re.search(r"rank 0/3 on \S+\] resumed after \d s", output)
+    assert re.search(r"rank 0/3 on \S+\] resumed after \d+ s", output)
 
 
 @pytest.mark.slow
@@ -244,35 +246,106 @@ with _world.current("test").entered():  # as an allgather of objects that never 
 
 
 ENDS = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
+from pathlib import Path
 import jaxmpi
+from jaxmpi._job.monitor import end_watch
+from jaxmpi._world import session
+end_watch.MIN_REPEAT_SECONDS = 2.0  # between two looks
 rank = jaxmpi.init().rank
+what, told = sys.argv[1], Path("told")
+monitor = session.monitor()
+say = monitor.say
+
+def say_and_tell(text):
+    say(text)
+    if "at its end for the others" in text:
+        told.touch()
+
+def evaluates():
+    while not told.exists():
+        time.sleep(0.1)
+
+monitor.say = say_and_tell
 jaxmpi.barrier()
 if rank == 1:
-    if sys.argv[1] == "stops":
+    if what != "stops":
+        evaluates()
+    if what == "stops for a moment":
+        later = f"sleep 5; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", later], start_new_session=True)
+    if what != "is slow":
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(12)  # a slow rank
 print(f"rank {rank} is through", flush=True)
 """
 
 
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["stops", "is slow"])
+@pytest.mark.parametrize("what", ["stops", "stops late", "stops for a moment", "is slow"])
 def test_a_rank_that_does_not_come_to_its_end_is_named(what, tmp_path, monkeypatch):
-    """The job ends for a stopped one only."""
+    """The job ends for one only that stays stopped, and after it has said so."""
     (tmp_path / "script.py").write_text(ENDS)
-    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "3")
-    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "9")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "2")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "6")
     command = jaxmpi_run(3, tmp_path / "script.py", what)
     code, output, *_ = end(command, str(tmp_path), timeout=90)
-    assert output.count("at its end for the others\n  missing: rank 1 (pid ") == 1 + bool(code)
-    if what == "is slow":
-        assert not code and "script.py:9 in <module>: time.sleep(12)" in output, output
+    assert "at its end for the others\n  missing: rank 1 (pid " in output, output
+    if what != "stops":
+        assert re.search(r"script\.py:\d+ in evaluates: ", output), output
+    if what in ("is slow", "stops for a moment"):
+        assert not code and output.count("is through") == 3, output
         return
-    assert code and "does not answer: it is stopped (SIGSTOP, or a debugger)" in output, output
+    stopped = r"does not answer: it is stopped \(SIGSTOP, or a debugger\)(\n   +last seen.*)?"
+    announced = stopped + r"\n  the job ends in 6 s if the stopped process does not go on"
+    assert code and len(re.findall(announced, output)) == 1, output
+    assert len(re.findall(stopped, output)) == 2, output
     last = r"the job failed: rank 1 \(pid \d+ on \S+\) is stopped \(SIGSTOP, or a debugger\)"
     assert re.search(last, output), output
+
+
+@pytest.mark.parametrize(
+    ("stopped", "announced_at", "ends"),
+    [
+        ([(0, 1000)], [4], True),
+        ([(3, 6)], [4], False),
+        ([(65, 1000)], [66], True),
+        ([(65, 70)], [66], False),
+        ([(65, 70), (97, 100)], [66, 98], False),
+        ([(65, 70), (97, 1000)], [66, 98], True),
+    ],
+)
+def test_a_stopped_rank_has_all_of_its_time_from_the_look_that_saw_it(
+    monkeypatch, stopped, announced_at, ends
+):
+    """The ranks wait at their end; rank 1 is late, and stopped in some spans of seconds."""
+    now, announced, ended = [0.0], [], []
+    is_stopped = lambda: any(begin <= now[0] < end for begin, end in stopped)
+    state = lambda _: "stopped" if is_stopped() else "runs"
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "2")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "30")
+    monkeypatch.setattr(end_watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(end_watch.run_dir, "state", state)
+    monkeypatch.setattr(end_watch.stderr, "say", lambda _: None)
+    found = lambda rank, *_: (watchdog.MissingRank(rank, 11, "a", state=state(11)), 0.0)
+    monitor = SimpleNamespace(
+        backend=SimpleNamespace(place=Place(rank=0, size=2)),
+        members=[(10, "a"), (11, "a")],
+        topics={},
+        end_watchers=[],
+        send_all=lambda *_: None,
+        say=lambda text: announced.append(now[0]) if "job ends in 30 s" in text else None,
+        end=lambda *_: ended.append(now[0]),
+    )
+    end_watch.EndWatch(monitor, SimpleNamespace(missing_rank=found))
+    while now[0] < 200 and not ended:
+        monitor.end_watchers[0]()
+        now[0] += 0.1
+    assert announced == pytest.approx(announced_at, abs=1.0)
+    assert len(ended) == ends
+    for at in ended:  # after one more question, which the others have ANSWER_SECONDS to answer
+        assert at - announced[-1] == pytest.approx(30 + watchdog.ANSWER_SECONDS, abs=1.0)
 
 
 @pytest.mark.slow
@@ -365,6 +438,9 @@ for i in range(20):
 print(f"pid {os.getpid()}", flush=True)
 if sys.argv[1] == "raise" and rank == 1:
     raise ValueError("boom")
+if sys.argv[1] == "raise each":
+    jaxmpi.barrier()
+    raise ValueError(f"boom {rank}")
 if sys.argv[1] == "wait":
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.05)
@@ -403,6 +479,77 @@ def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     picture = (flight / "timeline.svg").read_text()
     assert picture.count("rank 1 on ") == 1 and "last to come" in table
+
+
+@pytest.mark.slow
+def test_the_record_of_a_rank_that_fails_states_its_own_reason(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(WORKS)
+    flight = tmp_path / "flight"
+    monkeypatch.setenv("JAXMPI_FLIGHT_DIR", str(flight))
+    code, output, *_ = end(jaxmpi_run(2, tmp_path / "script.py", "raise each"), str(tmp_path))
+    assert code, output
+    whys = [json.loads((flight / f"rank-{r}.json").read_text())["why"] for r in (0, 1)]
+    assert whys == ["ValueError: boom 0.", "ValueError: boom 1."], output
+
+
+def recorders(monkeypatch, folder, ranks):
+    """Return the flight recorders of a job in one process, whose messages arrive at once.
+
+    Also returns the reasons of their records, by a function, and the number of messages.
+    """
+    monkeypatch.setenv("JAXMPI_FLIGHT_DIR", str(folder))
+    monkeypatch.setattr(flight_recorder, "OTHER_DUMPS_SECONDS", 0.0)
+    monitors, sent = [], []
+
+    def send_all(rank, topic, message):
+        sent.append(message)
+        for other, monitor in enumerate(monitors):
+            if other != rank:
+                monitor.topics[topic](rank, message)
+
+    for rank in range(ranks):
+        backend = SimpleNamespace(
+            place=Place(rank=rank, size=ranks),
+            broadcast_object=lambda value, root: value,
+            barrier=lambda: None,
+            events=list,
+            waits=list,
+        )
+        monitors.append(
+            SimpleNamespace(
+                backend=backend,
+                members=[(1, "a")] * ranks,
+                topics={},
+                at_end=[],
+                signals=SimpleNamespace(take=lambda number, call: True),
+                send_all=functools.partial(send_all, rank),
+            )
+        )
+    made = [flight_recorder.Recorder(monitor) for monitor in monitors]
+    read = lambda r: json.loads((folder / f"rank-{r}.json").read_text())["why"]
+    end_of = [monitor.at_end[0] for monitor in monitors]
+    return made, end_of, lambda: [read(r) for r in range(ranks)], sent
+
+
+def test_each_record_states_why_its_rank_ended_the_job_or_else_why_another_did(
+    tmp_path, monkeypatch
+):
+    _, end_of, whys, _ = recorders(monkeypatch, tmp_path, 3)
+    end_of[2]("the end")
+    end_of[0]("mine 0")
+    end_of[1]("mine 1")
+    end_of[0]("the end")
+    assert whys() == ["mine 0", "mine 1", "mine 1"]
+
+
+def test_a_stall_that_ends_the_job_is_recorded_once(tmp_path, monkeypatch):
+    made, end_of, whys, sent = recorders(monkeypatch, tmp_path, 2)
+    assert made[0].dump_all("stall", last=False) == tmp_path / "rank-0.json"
+    made[1].dump("SIGUSR1")
+    assert whys() == ["stall", "SIGUSR1"]
+    assert made[0].dump_all("stall", last=True) == tmp_path / "rank-0.json"
+    end_of[0]("stalled for 5 s")
+    assert whys() == ["stall", "stall"] and sent == ["stall", "stall"]
 
 
 @pytest.mark.slow
