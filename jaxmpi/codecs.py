@@ -67,7 +67,8 @@ def f16(*, axis: Axis = AXIS) -> Codec:
     Finite numbers beyond ±65504 are sent as ±65504, and numbers below 3e-8 as zero. Otherwise like
     `bf16`.
 
-    **Communication:** as `bf16`.
+    **Communication:** as `bf16`; with a weight, a message before it with the means of the weights
+    and of the loss, so that large weights do not leave the range.
 
     Args:
       axis: as in `bf16`.
@@ -101,7 +102,8 @@ def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
         return decode(Caller(name).allreduce(coded, op="mean", axis=axis), updates), state
 
     one_message = OneMessage(lambda params: (), encode, decode, averages=True)
-    return Codec(lambda params: (), mean, one_message, axis)
+    is_narrow = largest < float(jnp.finfo(jnp.float32).max) / 2  # bfloat16's range is float32's
+    return Codec(lambda params: (), mean, one_message, axis, is_narrow)
 
 
 # --- int8: blocks of 8-bit numbers with a scale each ---------------------------------------------

@@ -1,6 +1,5 @@
 """Gradient accumulation: one step of an optimizer, and one communication, for several gradients."""
 
-import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from jaxmpi._job.process import stderr
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._marks import equal_on_all_ranks
 from jaxmpi._optim.float_leaves import (
@@ -20,7 +20,7 @@ from jaxmpi._optim.float_leaves import (
     map_floats,
     wide,
 )
-from jaxmpi._optim.loss import as_floats, have_identical_leaves
+from jaxmpi._optim.loss import as_floats
 from jaxmpi._optim.mean import Weight, as_weight, scaled, weight_error
 from jaxmpi._per_rank_state import PerRankState
 
@@ -56,9 +56,9 @@ def accumulate(
     `inner` gets their sum as its `weight`: around `distributed` the mean is exact over all
     micro-batches of all ranks.
 
-    The `value` that `inner` gets is the same mean of the values of these calls, and `grad`, which
-    must be the gradients themselves, is ḡ. Functions such as `value_fn` are those of the call that
-    takes the step, whose samples they see: use `every=1` for a line search.
+    The `value` that `inner` gets is the same mean of the values of these calls. `grad` stands for
+    the gradients: `inner` gets ḡ for it, whatever was given. Functions such as `value_fn` are those
+    of the call that takes the step, whose samples they see: use `every=1` for a line search.
 
         tx = jaxmpi.accumulate(jaxmpi.distributed(optax.adam(1e-3)), every=4)
 
@@ -84,9 +84,9 @@ def accumulate(
 
     Raises:
       ValueError: `every` is below 1; in `update`, a gradient has another shape than its parameter,
-        `value` is no scalar, `grad` is not the gradients themselves, or a weight is negative or no
-        scalar, as in `distributed`. Called eagerly on several ranks, `distributed` as `inner`
-        raises the latter on all ranks, in the call that takes a step.
+        `value` is no scalar, or a weight is negative or no scalar, as in `distributed`. Called
+        eagerly on several ranks, `distributed` as `inner` raises the latter on all ranks, in the
+        call that takes a step.
       TypeError: `inner` is no optax transform; `every` is no integer; a leaf of integers, with its
         path; `flush` is no boolean.
 
@@ -128,15 +128,15 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         _check_flush(flush)
         value, grad = extra_args.get("value"), extra_args.get("grad")
-        _check_value_and_grad(value, grad, updates)
+        _check_value(value)
         # Σ_i w_i·g_i and Σ_i w_i. A wrong weight is NaN here, and reaches the other ranks in the
         # mean of `inner`.
         w, problem = as_weight("accumulate", 1 if weight is None else weight, updates)
         if problem:  # this rank alone knows it, and its state holds numbers only
-            warnings.warn(
-                f"{weight_error('accumulate', problem)} The call that takes the step raises an "
-                "error on all ranks.",
-                stacklevel=2,
+            # No warning, which may be an error here, while the other ranks go on.
+            stderr.say(
+                f"jaxmpi: {weight_error('accumulate', problem)} The call that takes the step "
+                "raises an error on all ranks.\n"
             )
         sums, total_weight = state.sums.per_rank
         sums = map_floats("accumulate", _add, sums, scaled("accumulate", updates, w))
@@ -203,17 +203,12 @@ def _divided(total_weight: jax.Array, total: jax.Array, like: jax.Array) -> jax.
     return (total / divisor.astype(total.dtype)).astype(like.dtype)
 
 
-def _check_value_and_grad(value: ArrayLike | None, grad: PyTree, updates: PyTree) -> None:
-    """Raise a ValueError unless `value` and `grad` of an update can be accumulated."""
+def _check_value(value: ArrayLike | None) -> None:
+    """Raise a ValueError unless the `value` of an update can be accumulated."""
     if value is not None and jnp.shape(value) != ():
         raise ValueError(
             f"accumulate: update got value of shape {list(jnp.shape(value))}. Pass the loss, one "
             "number."
-        )
-    if grad is not None and not have_identical_leaves(grad, updates):
-        raise ValueError(
-            "accumulate: update got grad, which is not the gradients themselves. Call "
-            "update(grads, state, params, grad=grads), or leave grad out."
         )
 
 

@@ -67,12 +67,16 @@ class Codec(NamedTuple):
       one_message: the same mean in one message, for `local_sgd` with fragments or a delay; None if
         the codec needs several rounds of messages.
       axis: the axis of the ranks that the mean is over: that of the transform that gets the codec.
+      is_narrow: whether a gradient times a weight may be too large for the codes, though the
+        gradient is not. With a weight, the mean of the weights is then formed first, in a message
+        of its own, and the codec gets the gradients times the ratios of the weights to it.
     """
 
     init: Callable[[PyTree], PyTree]
     mean: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
     one_message: OneMessage | None = None
     axis: Axis = AXIS
+    is_narrow: bool = False
 
 
 def check_codec(function: str, codec: object, axis: Axis = AXIS) -> None:
@@ -116,12 +120,8 @@ class CodecMean(Mean):
 
     @property
     def traits(self) -> Traits:
-        message = self.codec.one_message
         return Traits(
-            "a codec",
-            has_state=True,
-            one_program=False,
-            weights_first=message is not None and message.averages,
+            "a codec", has_state=True, one_program=False, weights_first=self.codec.is_narrow
         )
 
     def init(self, params: PyTree) -> PyTree:
@@ -154,12 +154,7 @@ class OneMessageMean(Mean):
 
     @property
     def traits(self) -> Traits:
-        return Traits(
-            "fragments or a delay",
-            has_state=True,
-            one_program=False,
-            weights_first=self.message.averages,
-        )
+        return Traits("fragments or a delay", has_state=True, one_program=False)
 
     def init(self, params: PyTree) -> PyTree:
         return self.message.init(params)

@@ -213,7 +213,7 @@ def refuse_per_rank(function: str, extra_args: dict[str, object]) -> None:
 
     The links after it get the same arguments, so it cannot: they would use this rank's values.
     """
-    extra = ExtraArgs(extra_args, None)
+    extra = ExtraArgs({name: x for name, x in extra_args.items() if x is not None}, None)
     if per_rank := [*extra.local, *extra.functions]:
         raise ValueError(
             f"{function}: update got {' and '.join(per_rank)}, and the transforms that follow "

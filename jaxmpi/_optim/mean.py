@@ -78,11 +78,9 @@ class Traits(NamedTuple):
         threads. The inner transform is then evaluated in such an order, too.
       one_program: whether an eager call of the weighted mean is compiled as one program. A codec is
         not: it runs operation by operation.
-      weights_first: whether the mean of the weights is formed first, and the weights divided by it
-        before they are factors. Codes that a message averages have no scale of their own, but may
-        have a range, such as float16's: only the ratios of the weights may reach them. Codes that
-        are gathered have a scale, and get w·x: what is combined with a mean and then gathered would
-        have to be equal on all ranks, see `_analysis.carried`.
+      weights_first: whether the mean of the weights is formed first, in a message of its own, and
+        the weights divided by it before they are factors: for codes of a narrow range, such as
+        float16's, which only the ratios of the weights may reach. Others get w·x.
     """
 
     argument: str
@@ -354,7 +352,6 @@ def _weighted(inner: Mean, empty: float) -> Callable[..., WeightedTrees]:
         # w·x, and w itself, which travels with the extra
         extra_products = (w, scaled(function, extra, w))
         if inner.traits.weights_first:
-            # The same messages, in this order: the extra, then the products.
             (mean_weight, extra_means), _, _ = Allreduce(function, axis=inner.axis).mean(
                 extra_products, (), ()
             )

@@ -1,6 +1,6 @@
 """`accumulate`: one communication for several steps, exact means, in a loop, too."""
 
-from contextlib import nullcontext
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxmpi
+from jaxmpi._job.process import stderr
 from jaxmpi.testing import run_ranks
 
 
@@ -137,9 +138,12 @@ def test_a_number_of_steps_is_an_integer(count):
 def test_a_wrong_weight_is_told_where_it_was_passed():
     tx, g = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 2), jnp.ones(2)
     state, weight = tx.init(g), -1 if jaxmpi.rank() == 1 else 2
-    warns = pytest.warns(UserWarning, match=r"accumulate: weight is -1\. .*on all ranks")
-    with warns if jaxmpi.rank() == 1 else nullcontext():
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stderr, "say", said.append)
         _, state = tx.update(g, state, weight=weight)
+    assert len(said) == (jaxmpi.rank() == 1)
+    assert all(re.search(r"accumulate: weight is -1\. .*on all ranks", text) for text in said)
     with pytest.raises(ValueError, match=r"distributed: weight is nan\..*rank 1 did not"):
         tx.update(g, state, weight=2)
 
@@ -194,15 +198,21 @@ def test_inner_gets_the_value_of_the_window(ranks, weighted, wrap):
         np.testing.assert_allclose(x, np.full(np.shape(x), want), rtol=1e-6)
 
 
-def test_accumulate_refuses_what_belongs_to_one_call():
+def test_accumulate_refuses_a_value_that_is_no_scalar():
     jaxmpi.init()
     tx, w = jaxmpi.accumulate(jaxmpi.distributed(optax.lbfgs()), 2), jnp.ones(3)
-    for given, text in (
-        ({"grad": 2 * w}, "grad, which is not the gradients themselves"),
-        ({"value": w}, r"value of shape \[3\]"),
-    ):
-        with pytest.raises(ValueError, match=f"accumulate: update got {text}"):
-            tx.update(w, tx.init(w), w, **given)
+    with pytest.raises(ValueError, match=r"accumulate: update got value of shape \[3\]"):
+        tx.update(w, tx.init(w), w, value=w)
+
+
+def test_grad_stands_for_the_gradients_however_update_is_called():
+    jaxmpi.init()
+    tx, w = jaxmpi.accumulate(recorder(), 2), jnp.ones(3)
+    for update in (tx.update, jax.jit(tx.update)):
+        state = tx.init(w)
+        for g in (2 * w, 4 * w):
+            _, state = update(g, state, w, value=1.0, grad=g + 0)
+        np.testing.assert_array_equal(state.inner["grad"], 3 * w)
 
 
 # the last window
