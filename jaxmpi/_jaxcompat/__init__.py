@@ -26,6 +26,7 @@ from jaxmpi._jaxcompat.jaxprs import (
     axis_effect,
     behind,
     closed,
+    definition,
     has_forward_rule,
     has_reverse_rule,
     is_axis_effect,

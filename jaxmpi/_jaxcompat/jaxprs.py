@@ -154,6 +154,15 @@ def has_reverse_rule(eqn: JaxprEqn) -> bool:
     return "fwd_jaxpr_thunk" in eqn.params
 
 
+def definition(eqn: JaxprEqn) -> str:
+    """Return name, file and line of the function that a call with a derivative rule calls.
+
+    It is "" in a JAX that does not tell.
+    """
+    inner, _ = parts(eqn.params["call_jaxpr"])
+    return str(getattr(getattr(inner, "debug_info", None), "func_src_info", "") or "")
+
+
 def may_have_rule(jaxpr: Jaxpr) -> bool:
     """Return whether JAX lets a function with these effects and arguments have derivative rules."""
     has_references = any(is_reference(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))

@@ -169,7 +169,7 @@ def rewrite_branches(
     def lower_while(
         ctx: mlir.LoweringRuleContext, *args: "ir.Value", **params: Any
     ) -> Sequence["ir.Value"]:
-        if _is_wrong_by_lanes(params):
+        if _needs_scalar_predicate(params):
             # Its loop has a scalar predicate, and comes back to this rule.
             by_all_lanes = mlir.lower_fun(lambda *xs: with_scalar_predicate(params, xs))
             return by_all_lanes(ctx, *args)
@@ -189,8 +189,12 @@ def rewrite_branches(
     mlir.register_lowering(while_p, lower_while)
 
 
-def _is_wrong_by_lanes(params: Mapping[str, Any]) -> bool:
-    """Return whether JAX lowers a `while` equation so that lanes that are done compute on."""
+def _needs_scalar_predicate(params: Mapping[str, Any]) -> bool:
+    """Return whether a `while` equation has ordered effects in its condition, and lanes.
+
+    That is a predicate for each lane. JAX lowers such a loop so that lanes that are done compute
+    on.
+    """
     condition = params.get("cond_jaxpr")
     if condition is None or effects is None:
         return False

@@ -9,10 +9,11 @@
 """
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import jax
 from jax.core import ShapedArray
@@ -23,15 +24,19 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import involves_ranks
-from jaxmpi._analysis.inner_jaxprs import equations, map_subjaxprs
+from jaxmpi._analysis.inner_jaxprs import map_subjaxprs
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._axis import AXIS
-from jaxmpi._backends.base import Collective, Target
+from jaxmpi._backends.base import Collective, Target, fingerprint_of
 from jaxmpi._backends.interface import Lowering, Ranks, Transport
 from jaxmpi._backends.one_process import PerRank
+from jaxmpi._consistency.compare import register_program
+from jaxmpi._consistency.mismatch import Call
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.derivatives import FlatFunction, with_derivatives
-from jaxmpi._lowering.plan import Entry, Plan, plan_of
+from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
 from jaxmpi._lowering.rewrite import rewrite
+from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import Traced, make_jaxpr, trace
 
 if TYPE_CHECKING:
@@ -41,7 +46,7 @@ __all__ = ["build"]
 
 Finish = Callable[[Sequence[ArrayLike]], list[ArrayLike | PerRank]]  # applied to its outputs
 Lowered: TypeAlias = tuple[FlatFunction, Finish]
-J = TypeVar("J", bound=_jaxcompat.AnyJaxpr)
+J = TypeVar("J", bound=AnyJaxpr)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -81,27 +86,70 @@ def build(
     if hide_effects:
         return program, finish
 
-    def derivative(
-        function: FlatFunction, types: Sequence[ShapedArray], *, compared: bool
+    def lower_derivative(
+        function: FlatFunction, types: Sequence[ShapedArray], *, is_forward: bool
     ) -> FlatFunction:
-        own = trace(function, backend.axes, types)
-        none_stacked = [False] * (len(own.captured) + len(types))
+        derivative = trace(function, backend.axes, types)
+        plan: Plan | None = None
+        compared: tuple[Sequence[Entry], int] = (), 0
+        if is_forward and backend.place.size > 1:
+            size, target = backend.place.size, backend.transport.target()
+            plan = plan_of(derivative.program, size, combine=target.combine)
+            compared = _compared_forward(derivative, plan, types, backend, fingerprint, title)
+        per_rank = [False] * (len(derivative.captured) + len(types))
         lowered, _ = build(
-            own,
-            None,
-            backend,
-            none_stacked,
-            entries if compared else (),
-            fingerprint if compared else 0,
-            title=title,
-            hide_effects=False,
+            derivative, plan, backend, per_rank, *compared, title=title, hide_effects=False
         )
-        return lambda *xs: lowered(*own.captured, *xs)
+        return lambda *xs: lowered(*derivative.captured, *xs)
 
-    whole = lambda *xs: finish(program(*xs))
-    return with_derivatives(
-        whole, traced.function, derivative, can_lower=not any(stacked), title=title
-    ), list
+    differentiable = with_derivatives(
+        lambda *xs: finish(program(*xs)),
+        traced.function,
+        backend.axes,
+        lower_derivative,
+        can_lower=not any(stacked),
+        title=title,
+    )
+    # `finish` is a part of what is differentiated: nothing is left to apply but `list`.
+    return differentiable, list
+
+
+def _compared_forward(
+    derivative: Traced,
+    plan: Plan,
+    types: Sequence[ShapedArray],
+    backend: Ranks,
+    fingerprint: int,
+    title: str,
+) -> tuple[Sequence[Entry], int]:
+    """Return the collectives of the forward program of a derivative, and its fingerprint.
+
+    It may send other messages than the program, so a rank that runs it and one that runs the
+    program are a mismatch. The program is registered for its error.
+
+    Args:
+      derivative: the forward program, traced.
+      plan: of that program.
+      types: of its arguments.
+      backend: the ranks.
+      fingerprint: of the program that is differentiated; 0 if that sends nothing.
+      title: the name of the function.
+    """
+    entries = [*entries_of(plan)]
+    title = f"the derivative of {title}"
+    signature = Signature(
+        title,
+        entries,
+        (),
+        parameters=derivative.parameters,
+        arguments=[x.str_short() for x in types],
+        weak=[x.weak_type for x in types],
+    )
+    if not entries:
+        return entries, 0
+    call = Call(fingerprint_of(f"forward {fingerprint} {signature.fingerprint}"), title)
+    register_program(backend, call, signature.sent, signature.details)
+    return entries, call.fingerprint
 
 
 class _ProgramLowering(Lowering[Lowered]):
@@ -255,19 +303,42 @@ class _EndingStarted:
             raise
 
 
-def _ending_started(program: J, end_started: Callable[[], None]) -> J:
-    """Return a program whose Python callbacks call `end_started` before they make it fail."""
-    if not any(callable(eqn.params.get("callback")) for eqn in equations(program)):
-        return program
-    eqns = []
-    for eqn in _jaxcompat.parts(program)[0].eqns:
-        params: dict[str, object] = {
-            **map_subjaxprs(eqn, partial(_ending_started, end_started=end_started))
-        }
-        if callable(callback := eqn.params.get("callback")):
-            params["callback"] = _EndingStarted(callback, end_started)
-        eqns.append(eqn.replace(params={**eqn.params, **params}) if params else eqn)
-    return _jaxcompat.with_equations(program, eqns)
+def _ending_started(program: ClosedJaxpr, end_started: Callable[[], None]) -> ClosedJaxpr:
+    """Return a program whose Python callbacks call `end_started` before they make it fail.
+
+    A jaxpr that several calls share is rewritten once, so that they share what becomes of it: JAX
+    lowers it once, too.
+    """
+    rewritten: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}  # by its id: (jaxpr, what becomes of it)
+
+    def of(jaxpr: J) -> J:
+        if id(jaxpr) not in rewritten:
+            rewritten[id(jaxpr)] = jaxpr, of_new(jaxpr)
+        return cast("J", rewritten[id(jaxpr)][1])
+
+    def of_new(jaxpr: J) -> J:
+        inner, _ = _jaxcompat.parts(jaxpr)
+        if inner is not jaxpr:  # closed jaxprs may share an open one
+            edited = of(inner)
+            return jaxpr if edited is inner else jaxpr.replace(jaxpr=edited)
+        eqns, is_changed = [], False
+        for eqn in inner.eqns:
+            params: dict[str, object] = {}
+            for name, value in map_subjaxprs(eqn, of).items():
+                if not is_same(value, eqn.params[name]):
+                    params[name] = value
+            if callable(callback := eqn.params.get("callback")):
+                params["callback"] = _EndingStarted(callback, end_started)
+            eqns.append(eqn.replace(params={**eqn.params, **params}) if params else eqn)
+            is_changed = is_changed or bool(params)
+        return _jaxcompat.with_equations(jaxpr, eqns) if is_changed else jaxpr
+
+    def is_same(one: AnyJaxpr | tuple[AnyJaxpr, ...], other: object) -> bool:
+        if not isinstance(one, tuple):
+            return one is other
+        return isinstance(other, tuple) and all(map(operator.is_, one, other))
+
+    return of(program)
 
 
 def _as_per_rank(per_rank: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:

@@ -34,6 +34,7 @@ __all__ = [
     "inlined",
     "is_local",
     "make_jaxpr",
+    "make_jaxpr_over",
     "trace",
 ]
 
@@ -73,7 +74,7 @@ def trace(
       NameError, NotImplementedError, TypeError, ValueError: the function uses a collective that is
         not supported, with its source line.
     """
-    return inline_traced(_make_jaxpr(explained(function, axes), axes, avals), axes)
+    return inline_traced(make_jaxpr_over(axes, explained(function, axes), avals), axes)
 
 
 def inline_traced(traced: ClosedJaxpr, axes: Mapping[str, int]) -> Traced:
@@ -98,12 +99,13 @@ def make_jaxpr(
     function: Callable[..., Sequence[ArrayLike]], size: int, avals: Sequence[Aval]
 ) -> ClosedJaxpr:
     """Trace a function of arrays like `avals` with AXIS bound to `size` ranks."""
-    return _make_jaxpr(function, {AXIS: size}, avals)
+    return make_jaxpr_over({AXIS: size}, function, avals)
 
 
-def _make_jaxpr(
-    function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]
+def make_jaxpr_over(
+    axes: Mapping[str, int], function: Callable[..., object], avals: Sequence[Aval]
 ) -> ClosedJaxpr:
+    """Trace a function of arrays like `avals` with the axes of these names and sizes bound."""
     structs = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
         if isinstance(a, ShapedArray)

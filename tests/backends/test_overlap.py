@@ -10,13 +10,16 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from test_native import run
 
 import jaxmpi
+from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._backends.base import Overlap
 from jaxmpi._job.tools import timeline
+from jaxmpi._lowering import lower
 from jaxmpi._lowering.plan import plan_of
 from jaxmpi._lowering.trace import inlined
 
@@ -594,6 +597,19 @@ fails = False
 np.testing.assert_array_equal(step(params, x)[0], want)
 jaxmpi.print("fine on", w.rank)
 """
+
+
+@pytest.mark.parametrize("depth", [5, 7])
+def test_callbacks_of_shared_functions_stay_shared(depth):
+    function = lambda x: jax.pure_callback(np.sin, x, x)
+    for _ in range(depth):
+        function = jax.jit(lambda x, inner=function: inner(x) + inner(x + 1))
+    program = jax.make_jaxpr(function)(1.0)
+    ending = lower._ending_started(program, lambda: None)
+    of_each = lambda jaxpr: [eqn.primitive.name for eqn in equations(jaxpr)]
+    assert of_each(ending) == of_each(program)
+    callbacks = [eqn for eqn in equations(ending) if "callback" in eqn.params]
+    assert {type(eqn.params["callback"]) for eqn in callbacks} == {lower._EndingStarted}
 
 
 def test_a_program_that_fails_has_no_message_in_progress(tmp_path):
