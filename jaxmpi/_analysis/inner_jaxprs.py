@@ -75,7 +75,8 @@ def state_start(eqn: JaxprEqn) -> int:
 def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations of a jaxpr at all depths, each followed by those it contains.
 
-    Those of a jaxpr that several calls share come once.
+    Those of a jaxpr that several calls share come once. Whether JAX has traced them once may differ
+    between ranks: do not compare these equations, or their number, between ranks.
     """
     return _equations(jaxpr, set())
 

@@ -35,6 +35,7 @@ __all__ = [
     "broadcast",
     "coordinate",
     "has_groups",
+    "is_among_several",
     "is_short",
     "over_all_ranks",
     "translate",
@@ -148,6 +149,11 @@ def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
     return Groups.of(divided)
 
 
+def is_among_several(eqn: JaxprEqn, axes: Axes) -> bool:
+    """Return whether an equation communicates within groups of more than one rank."""
+    return len(_groups(eqn, axes)[0]) > 1
+
+
 def vmap_axes(eqn: JaxprEqn) -> tuple[int, ...]:
     """Return the axes of a `vmap` inside that a reduction is over, too, which are numbers."""
     return tuple(axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int))
@@ -245,14 +251,17 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
     if op is Op.ALLREDUCE:
         # JAX reduces over the axes of a vmap, which are numbers, in the same equation.
         dims, x = vmap_axes(eqn), eqn.invars[0].aval
-        op_over_ranks = params.get("op", reduction)
+        op_over_ranks, is_wide = params.get("op", reduction), params.get("is_wide", False)
         if dims and op_over_ranks == "mean":  # of short floats: see `means`
             count = prod(x.shape[dim] for dim in dims)
             before = lambda x: _reduce(reduction, dims, x) / count
+        elif dims:
+            before = partial(_reduce, reduction, dims)
         else:
-            before = partial(_reduce, reduction, dims) if dims else _identity
-        # The sum on this rank is in float32, so that the sum over both is rounded once.
-        after = (lambda y: y.astype(x.dtype)) if dims and is_short(x.dtype) else _identity
+            before = (lambda x: x.astype(jnp.float32)) if is_wide else _identity
+        # A sum on this rank, or one that is sent in float32, is rounded after all of the sums.
+        is_wide = is_wide or (bool(dims) and is_short(x.dtype))
+        after = (lambda y: y.astype(x.dtype)) if is_wide else _identity
         # No transport orders complex numbers: gather them, and compare here.
         if reduction != "sum" and jnp.issubdtype(x.dtype, jnp.complexfloating):
             return Translation(

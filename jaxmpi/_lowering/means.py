@@ -38,7 +38,6 @@ from jaxmpi._lowering.collectives import is_short, vmap_axes
 
 __all__ = ["fuse_means"]
 
-SHORT = (jnp.bfloat16, jnp.float16)
 J = TypeVar("J", bound=AnyJaxpr)
 
 
@@ -108,8 +107,11 @@ class _MeanFusion:
             y, op = after.outvars[0], "mean"
             after = self._only_user(y)
         may_fuse = self._transport_divides and not dims
-        if not may_fuse or not (op == "mean" or self._transport_rounds_once):
-            return eqn.replace(outvars=[y], params={**eqn.params, "op": op})
+        rounds_once = op == "mean" or self._transport_rounds_once
+        if not may_fuse or not rounds_once:
+            # a sum that the transport would round on the way is sent in float32
+            is_wide = is_short(x.aval.dtype) and not rounds_once
+            return eqn.replace(outvars=[y], params={**eqn.params, "op": op, "is_wide": is_wide})
         # The conversions, if they are a pair. The first one stays where other equations use its
         # result; if none does, it is not needed any more.
         before = None if isinstance(x, Literal) else self._source.get(x)
@@ -143,7 +145,7 @@ def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
 def _widens(eqn: JaxprEqn) -> bool:
     """Return whether an equation converts a short float to float32."""
     return op_of(eqn) is Op.CONVERT and (
-        eqn.invars[0].aval.dtype in SHORT and eqn.outvars[0].aval.dtype == jnp.float32
+        is_short(eqn.invars[0].aval.dtype) and eqn.outvars[0].aval.dtype == jnp.float32
     )
 
 

@@ -38,7 +38,7 @@ from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, Trait, has, op_of
 from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.collectives import Translation, translate
+from jaxmpi._lowering.collectives import Translation, is_short, translate
 
 __all__ = [
     "Bucket",
@@ -139,8 +139,7 @@ def _inside(host: Collective, inner: Translation, size: int) -> Translation:
 
     def widened(x: jax.Array) -> jax.Array:
         x = jnp.asarray(inner.before(x))  # a literal is a number
-        is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        return x.astype(jnp.float32) if is_short else x  # so that a mean is rounded once
+        return x.astype(jnp.float32) if is_short(x.dtype) else x  # so that a mean is rounded once
 
     def column(x: jax.Array, rank: ArrayLike) -> jax.Array:
         x = widened(x)
