@@ -142,7 +142,7 @@ def test_plain_jax_finds_the_ranks_of_srun(srun):
     """With the two variables that `jaxmpi doctor` prints."""
     doctor = [sys.executable, "-m", "jaxmpi", "doctor"]
     printed = subprocess.run(doctor, capture_output=True, text=True, timeout=120).stdout
-    variables = dict(re.findall(r"((?:JAX_CPU_COLL|MPITRAMP)\w+)=(\S+)", printed))
+    variables = dict(re.findall(r"export ((?:JAX_CPU_COLL|MPITRAMP)\w+)=(\S+);", printed))
     assert len(variables) == 2, printed
     code, _, said = srun("", 3, script=PLAIN, **variables)
     assert code == 0, said
