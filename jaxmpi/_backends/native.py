@@ -8,8 +8,8 @@ comparison. Arrays of a GPU are staged through pinned memory of the host.
 rank each (`Target.rounds_once`). Between nodes of several ranks, each node's sum is rounded before
 it is sent, and above 8 nodes, in every round: with p nodes and the unit roundoff u (2**-8 of
 bfloat16, 2**-11 of float16), the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to
-first order. A mean is divided before it is rounded, so that it stays in range; a sum that a program
-converts to float32 first, as `tree_allreduce` does, travels as float32 there.
+first order. A mean is divided before it is rounded, so that it stays in range; a sum travels as
+float32 there, in a program of `jaxmpi.jit` and in `tree_allreduce`.
 """
 
 import math

@@ -13,8 +13,9 @@ Fusing them has two reasons:
   all four are fused, for all floats, where the transport divides.
 
 Fused conversions must not lose what the float32 in the program is for. They stay around a sum where
-the transport would round partial sums to 16 bits: these may overflow though the whole does not. A
-mean keeps its range, as it is divided before it is rounded.
+the transport would round partial sums to 16 bits: these may overflow though the whole does not; and
+a sum of short floats without conversions is sent in float32 there. A mean keeps its range, as it is
+divided before it is rounded.
 
 A sum over the ranks and an axis of `vmap` (`axes=(0, "ranks")`) begins with a sum on each rank, in
 float32 (`collectives.translate`). So its conversions stay, too; and the mean over both, of short
