@@ -135,8 +135,9 @@ class HostRanks:
             self.failures = registry.reported_failures(self.run_dir)
             self.refused_count = registry.refused_count(self.run_dir)
         ended = [End(member, _exit_status(self._process.get(member, -1))) for member in self._ended]
-        for fd in (*self._open, self._epoll.fileno()):
+        for fd in self._open:
             os.close(fd)
+        self._epoll.close()
         return ended
 
 
@@ -209,8 +210,9 @@ class MpiDaemons:
 
     def close(self) -> None:
         """Follow no process any more."""
-        for fd in (*self._process, self._epoll.fileno()):
+        for fd in self._process:
             os.close(fd)
+        self._epoll.close()
 
 
 def children(pid: int) -> set[int]:

@@ -19,12 +19,12 @@ import pytest
 from jaxmpi.__main__ import main
 from jaxmpi._job.launch import mpiexec, supervisor
 from jaxmpi._job.launch.find_failure import End, find_failure
-from jaxmpi._job.launch.host_ranks import HostRanks
+from jaxmpi._job.launch.host_ranks import HostRanks, MpiDaemons
 from jaxmpi._job.launch.machine import Machine, survey
 from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request, parse
 from jaxmpi._job.launch.placement import check_arguments, check_counts, command, plan
-from jaxmpi._job.launch.supervisor import Relay, supervise
+from jaxmpi._job.launch.supervisor import Relay
 from jaxmpi._job.process import launchers
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process.run_dir import Member
@@ -614,14 +614,53 @@ def test_arguments_are_packed_one_by_one_and_refused_where_they_do_not_fit(
         check_arguments(request, launcher.launcher)
 
 
-def test_a_launcher_that_cannot_be_started_is_a_sentence(here, capfd):
-    """No folder of the run is left."""
-    supervised = ["/nowhere/mpirun"], {}, str(here / "run"), launchers.MPICH
-    with pytest.raises(LaunchError, match="/nowhere/mpirun cannot be started: No such file"):
-        supervise(*supervised)
-    with pytest.raises(LaunchError, match=r"too long\. Pass the program a file with its arguments"):
-        supervise([sys.executable, "x" * 200_000], *supervised[1:])
-    assert not (here / "run").exists()
+@pytest.mark.parametrize("kind", [HostRanks, MpiDaemons])
+def test_what_follows_processes_closes_its_files_once(kind, tmp_path):
+    """A number that it closed again, when it is collected, could be that of another file."""
+    arguments = [str(tmp_path)] if kind is HostRanks else [launchers.MPICH, ["a"]]
+    followed = kind(*arguments)
+    followed.close()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+    del followed
+    for fd in others:
+        os.close(fd)
+
+
+NO_LAUNCHER = """
+import os, sys
+from jaxmpi._job.launch.mpiexec import LaunchError
+from jaxmpi._job.launch.supervisor import supervise
+from jaxmpi._job.process import launchers
+
+for command in (["/nowhere/mpirun"], [sys.executable, "x" * 200_000]):
+    os.mkdir(sys.argv[1])
+    before = os.listdir("/proc/self/fd")
+    try:
+        supervise(command, {}, sys.argv[1], launchers.MPICH)
+    except LaunchError as error:
+        print(error)
+    assert not os.path.exists(sys.argv[1])
+    # closed once, so that none of another owner is closed when an object is collected
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+    assert all(os.fstat(fd) for fd in kept)
+    for fd in kept:
+        os.close(fd)
+    assert os.listdir("/proc/self/fd") == before
+"""
+
+
+def test_a_launcher_that_cannot_be_started_is_a_sentence(tmp_path):
+    """No folder of the run is left, and no file is open; in a process that JAX is not in."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_LAUNCHER, tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "/nowhere/mpirun cannot be started: No such file" in first
+    assert second.endswith("too long. Pass the program a file with its arguments instead.")
 
 
 def test_numbers_are_compared_before_anything_starts(here, capfd):
