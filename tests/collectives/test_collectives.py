@@ -437,8 +437,8 @@ def test_weak_types_stay_weak():
 
 @run_ranks(1, 2)
 def test_collectives_of_jax_have_the_weak_types_of_jax():
-    for reduce in (jax.lax.psum, jax.lax.pmean, jax.lax.pmax):
-        step = jaxmpi.jit(lambda x, reduce=reduce: reduce(x, jaxmpi.AXIS))
+    for collective in (jax.lax.psum, jax.lax.pmean, jax.lax.pmax):
+        step = jaxmpi.jit(lambda x, collective=collective: collective(x, jaxmpi.AXIS))
         assert (step(0.5) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
 
 
