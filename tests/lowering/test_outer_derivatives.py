@@ -310,7 +310,9 @@ def test_gradient_outside_beside_a_callback_is_an_error():
 
     jaxmpi.jit(loss)(arguments())
     jax.jit(jaxmpi.jit(loss))(arguments())
-    with pytest.raises(RuntimeError, match=r"derivative of loss .*beside callbacks .*grad inside"):
+    # JAX 0.12 lets a function with callbacks have rules, and refuses the callback itself.
+    ours, of_jax = r"derivative of loss .*beside callbacks .*grad inside", "do not support JVP"
+    with pytest.raises((RuntimeError, ValueError), match=f"{ours}|{of_jax}"):
         jax.grad(jaxmpi.jit(loss))(arguments())
 
 
