@@ -141,14 +141,19 @@ class PerRankBatches(Iterator[PyTree]):
 
         For the masks, they also compare the layouts of their first batches.
         """
-        stream, arguments = self._reading.feed.stream, {"remainder": self._remainder}
+        stream = self._reading.feed.stream
         if self._over and stream:
             raise RuntimeError(
                 "per_rank_batches: the batches come from an iterator, and have ended. Make a new "
                 "one for each epoch."
             )
         self._ranks.compare(
-            {**arguments, "iterator": stream, "epoch": self._epoch, "batches": self._count}
+            {
+                "remainder": self._remainder,
+                "iterator": stream,
+                "epoch": self._epoch,
+                "batches": self._count,
+            }
         )
         self._over = False
         if self._vote is None:
@@ -157,7 +162,10 @@ class PerRankBatches(Iterator[PyTree]):
             self._answers = self._ranks.vote(self._vote)
         if self._remainder == "mask" and not self._has_agreed:
             self._outcome()  # without a batch there is no layout
+            # Where the layouts differ, the next call begins here again, and raises again.
+            answers, self._answers = self._answers, None
             self._agree_on_layout()
+            self._answers = answers
 
     def _look_ahead(self, begin: bool = False) -> None:
         """Take this rank's next batch, and tell the others whether there is one."""
@@ -240,7 +248,7 @@ class PerRankBatches(Iterator[PyTree]):
 
     def _masked(self, batch: PyTree) -> tuple[PyTree, np.ndarray]:
         """Return a batch with all rows, and the mask of its own; others repeat the first row."""
-        rows = _layout(batch).rows
+        rows = len(jax.tree.leaves(batch)[0])
         index = np.arange(self._rows)
         mask = index < rows
         if rows < self._rows:
