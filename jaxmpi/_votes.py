@@ -1,6 +1,7 @@
 """Votes: each rank tells all others yes, no or that it has failed, and hears what they told."""
 
 import enum
+from collections.abc import Collection
 from typing import NamedTuple
 
 __all__ = ["Outcome", "Vote"]
@@ -18,3 +19,8 @@ class Outcome(NamedTuple):
     any: bool  # whether one has said yes
     all: bool  # whether all have
     failed: bool  # whether one has failed
+
+    @classmethod
+    def of(cls, votes: Collection[Vote]) -> "Outcome":
+        """Return the outcome of the votes of all ranks, each kind of them once or more often."""
+        return cls(Vote.YES in votes, set(votes) == {Vote.YES}, Vote.FAILED in votes)

@@ -99,7 +99,11 @@ class Votes(ABC):
     def start(
         self, vote: Vote, waiting: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[], Outcome]:
-        """Vote; the function returned waits for the others, inside of `waiting`."""
+        """Vote; the function returned waits for the others, inside of `waiting`.
+
+        `start` itself waits for the vote before, if nobody has asked for its outcome; and for this
+        one, where MPI allows one thread alone.
+        """
 
     @abstractmethod
     def pending(self) -> bool:
@@ -152,8 +156,7 @@ class _InMemory(Votes):
                 if min(numbers) < 4 * number:
                     with waiting():
                         numbers = _wait(column, 4 * number)
-                votes = {n - 4 * number for n in numbers}
-                heard.append(Outcome(Vote.YES in votes, votes == {Vote.YES}, Vote.FAILED in votes))
+                heard.append(Outcome.of([Vote(n - 4 * number) for n in numbers]))
             return heard[0]
 
         self._hear_last = hear
@@ -185,7 +188,7 @@ def _wait(column: np.ndarray, least: int) -> list[int]:
 class _ByMpi(Votes):
     """Votes of several nodes: a reduction of three numbers, which travels while the rank goes on.
 
-    They count, for each of `Vote`, whether a rank has voted so.
+    Each number is 1 if some rank has given this vote.
     """
 
     def __init__(self, world: Communicator, maximum: object, concurrent: bool) -> None:
@@ -199,34 +202,29 @@ class _ByMpi(Votes):
     ) -> Callable[[], Outcome]:
         mine = np.array([vote is kind for kind in Vote], np.int32)
         votes = np.zeros_like(mine)
-        # no two threads may be inside MPI at once, so it cannot be left on its way
-        if not self._concurrent:
-            with waiting():
-                self._world.Allreduce(mine, votes, self._maximum)
-            return lambda: _outcome(votes)
         request = self._world.Iallreduce(mine, votes, self._maximum)
-        self.pending()
+        self._forget_ended()
         self._on_their_way.append((request, mine, votes))
 
         def hear() -> Outcome:
             if not request.Test():
                 with waiting():
-                    request.Wait()
-            return _outcome(votes)
+                    _until(request.Test)
+            return Outcome.of([vote for vote in Vote if votes[vote]])
 
+        # no two threads may be inside MPI at once, so it cannot be left on its way
+        if not self._concurrent:
+            hear()
         return hear
 
     def pending(self) -> bool:
-        self._on_their_way = [vote for vote in self._on_their_way if not vote[0].Test()]
+        self._forget_ended()
         return bool(self._on_their_way)
+
+    def _forget_ended(self) -> None:
+        self._on_their_way = [vote for vote in self._on_their_way if not vote[0].Test()]
 
     def close(self) -> None:
         for request, _, _ in self._on_their_way:
             request.Wait()
         self._world.Free()
-
-
-def _outcome(votes: np.ndarray) -> Outcome:
-    """Return the outcome of which kinds of votes there are."""
-    no, yes, failed = (bool(count) for count in votes)
-    return Outcome(yes, yes and not (no or failed), failed)
