@@ -56,6 +56,7 @@ class EndWatch:
     def _on_answer(self, rank: int, answer: Answer | None) -> None:
         if answer is None:
             self._at_end.add(rank)
+            self._answers.pop(rank, None)  # late, to the question before
         else:
             self._answers[rank] = answer
 
@@ -87,7 +88,8 @@ class EndWatch:
                 missing.append(self._watchdog.missing_rank(rank, answer, waited_seconds)[0])
 
         # Every rank that waits comes here. From now on one of each host asks, which sees whether
-        # a process of this host is stopped; the lowest of all writes about the others, once.
+        # a process of this host is stopped. The lowest of those that wait writes about the others,
+        # once; so does a lower one that comes later.
         _, host = self._monitor.members[self._place.rank]
         if self._place.rank != min(r for r in leaving if self._monitor.members[r][1] == host):
             self._due = math.inf
@@ -98,26 +100,33 @@ class EndWatch:
         # nobody knows: it may have run until just before that look.
         stopped = [found for found in missing if found.state == "stopped"]
         seen_anew = False
-        left_seconds = math.inf
+        left_seconds, out_of_time = math.inf, list[MissingRank]()
         for found in stopped:
             seen_anew = seen_anew or found.rank not in self._stopped_at
             since = self._stopped_at.setdefault(found.rank, waited_seconds)
             if self._end_seconds:
-                left_seconds = min(left_seconds, self._end_seconds - (waited_seconds - since))
+                left = self._end_seconds - (waited_seconds - since)
+                left_seconds = min(left_seconds, left)
+                if left <= 0:
+                    out_of_time.append(found)
         if 0 < left_seconds < math.inf:
             self._due = min(self._due, waited_seconds + left_seconds + LOOK_AGAIN_SECONDS)
 
         known = [found.rank for found in stopped]
-        first = self._reported is None and self._place.rank == min(leaving) and bool(missing)
-        if first or seen_anew or known != (self._reported or []) or left_seconds <= 0:
+        first = self._reported is None and self._place.rank == min(leaving)
+        changed = seen_anew or known != (self._reported or [])
+        if missing and (first or changed or out_of_time):
             self._reported = known
             announced = left_seconds if 0 < left_seconds < math.inf else None
             self._monitor.say(describe(waited_seconds, missing, announced))
-        if left_seconds <= 0:
-            failures = [Failure(x.rank, x.pid, x.host, Cause.STOPPED, joined=True) for x in stopped]
+        if out_of_time:
+            failures = []
+            for x in out_of_time:
+                failures.append(Failure(x.rank, x.pid, x.host, Cause.STOPPED, joined=True))
             stderr.say(marked(failures))
-            who = f"{in_words(known)} on {host}"
-            self._monitor.end(1, f"waited {waited_seconds:.0f} s at the end: {who} is stopped.")
+            who = f"{in_words([x.rank for x in out_of_time])} on {host}"
+            are = "are" if len(out_of_time) > 1 else "is"
+            self._monitor.end(1, f"waited {waited_seconds:.0f} s at the end: {who} {are} stopped.")
 
 
 def describe(
