@@ -88,10 +88,11 @@ def supervise(
 
     The exit code is that of the rank that failed, 128 + n where signal n killed it, if that is
     known. Otherwise it is the launcher's own, but 1 where it is 0 and a rank never left in order,
-    or the end of the output could not be written; whoever reads it slowly is waited for. It is
-    128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at
-    a SIGTERM: then it is 0. Afterwards neither a process nor a shared-memory file of the job is
-    left on this host, nor `run_dir`.
+    or the end of the output could not be written. It is 128 + n where signal n stopped the job.
+    Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM: then it is 0, or 1 where
+    output is lost. A slow reader of the output is waited for, unless a signal stops the job.
+    Afterwards neither a process nor a shared-memory file of the job is left on this host, nor
+    `run_dir`.
 
     Args:
       command: the launcher's command line.
@@ -379,9 +380,9 @@ class Relay:
             if is_stopped() or not self._unwritten:
                 counted_seconds += time.monotonic() - began
         if self._thread.is_alive() and self._unwritten:
-            self._given_up = True
             self.error = self.error or "nobody has read it in time"
             self.lost += self._unwritten + _readable_bytes(self._source)
+            self._given_up = True  # after the count, which the thread would change
 
     def missing(self) -> str:
         """Return a sentence about the end of the stream that was not written, or ""."""
@@ -396,10 +397,10 @@ class Relay:
             del self.tail[:-TAIL_BYTES]
             if MARK.encode() in chunk:  # a record for this process, and not for the user
                 chunk = _RECORD.sub(b"", chunk)
-            if self.lost and not self._write(
-                f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n".encode()
-            ):
-                self.lost = 0
+            if self.lost:
+                notice = f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n"
+                if not self._write(notice.encode()) and not self._given_up:
+                    self.lost = 0
             if left := len(chunk) if self.lost else self._write(chunk):
                 if not self.lost:
                     say(
@@ -415,7 +416,10 @@ class Relay:
         return (before + chunk).replace(_LINE + b"\0", _LINE)[len(before) :]
 
     def _write(self, data: bytes) -> int:
-        """Write all of it; return how many bytes were not written, but for those of `join`."""
+        """Write all of it; return how many bytes could not be written.
+
+        It is 0 once `join` has given up, which has counted them.
+        """
         rest = memoryview(data)
         try:
             poll = select.poll()
