@@ -164,7 +164,5 @@ def definition(eqn: JaxprEqn) -> str:
 
 
 def may_have_rule(jaxpr: Jaxpr) -> bool:
-    """Return whether JAX lets a function with these effects and arguments have derivative rules."""
-    has_references = any(is_reference(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
-    allowed = effects.custom_derivatives_allowed_effects
-    return not has_references and not allowed.filter_not_in(jaxpr.effects)
+    """Return whether JAX lets a function with these effects have derivative rules."""
+    return not effects.custom_derivatives_allowed_effects.filter_not_in(jaxpr.effects)

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxmpi._jaxcompat.jaxprs import parts
 from jaxmpi._jaxcompat.retrace import as_function
 
-Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # the predicate alone, and the state
+Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # [predicate], and the state
 
 
 def has_lanes(params: Mapping[str, Any]) -> bool:
@@ -45,8 +45,8 @@ def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) ->
     def body_of_active_lanes(carry: Carry) -> Carry:
         (is_active,), before = carry
         after = [
-            _where(is_active, y, x)
-            for x, y in zip(before, body(*body_consts, *before), strict=True)
+            _where(is_active, new, old)
+            for old, new in zip(before, body(*body_consts, *before), strict=True)
         ]
         return cond(*cond_consts, *after), after
 
@@ -58,7 +58,7 @@ def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) ->
     return outs
 
 
-def _where(is_active: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` in the active lanes, and `y` in the others; the lanes are the first axes."""
+def _where(is_active: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return `new` in the active lanes, and `old` in the others; the lanes are the first axes."""
     lanes = tuple(range(is_active.ndim))
-    return lax.select(lax.broadcast_in_dim(is_active, x.shape, lanes), x, y)
+    return lax.select(lax.broadcast_in_dim(is_active, new.shape, lanes), new, old)

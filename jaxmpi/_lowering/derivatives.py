@@ -16,7 +16,7 @@ derivatives.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ __all__ = ["FlatFunction", "with_derivatives"]
 
 FlatFunction: TypeAlias = Callable[..., Sequence[ArrayLike]]  # from arrays to arrays
 Array: TypeAlias = jax.Array
+Differentiate: TypeAlias = Callable[..., tuple[Any, Callable[..., Any]]]
 
 
 class Lower(Protocol):
@@ -102,8 +103,8 @@ def _with_lost_rules(
             if is_among_several(eqn, axes):
                 yield eqn
         elif op is Op.LINEAR_SOLVE or is_custom:
-            # The jaxprs of a linear solve are all there is of its rule. Any other rule is a
-            # function.
+            # The rule of a linear solve consists of its jaxprs, which are gone through below. Any
+            # other rule is a Python function, which has to be traced.
             is_inlined = role(eqn) is Role.CALL
             if not is_inlined and not (is_custom and _rule_involves_ranks(eqn, axes, within)):
                 continue  # it is kept, and its own rule stands for those inside of it
@@ -233,9 +234,31 @@ class _Differentiable:
         program.defvjp(self._outputs_and_pullback, self._pull_back, symbolic_zeros=True)
         return program
 
-    def _of_live(self, live: Sequence[int], xs: Sequence[Array]) -> FlatFunction:
-        """Return the function of the live arguments, the others being those of `xs`."""
-        return lambda *some: list(self._function(*_with_items(xs, live, some)))
+    def _run_forward(
+        self, differentiate: Differentiate, live: Sequence[int], xs: Sequence[Array]
+    ) -> tuple[list[ArrayLike], list[ArrayLike], PyTreeDef]:
+        """Run the forward program on all arguments.
+
+        Args:
+          differentiate: `jax.linearize` or `jax.vjp`, with respect to the live arguments.
+          live: the live arguments.
+          xs: all arguments.
+
+        Returns:
+          The outputs, and the arrays and the structure of the derivative.
+        """
+        # known once the function below is traced; the last one counts, should it be traced again
+        trees: list[PyTreeDef] = []
+
+        def outputs_and_residuals(*xs: Array) -> list[Array]:
+            of_live = lambda *some: list(self._function(*_with_items(xs, live, some)))
+            ys, derivative = differentiate(of_live, *(xs[i] for i in live))
+            residuals, tree = jax.tree.flatten(derivative)
+            trees.append(tree)
+            return [*ys, *residuals]
+
+        outs = self._lower(outputs_and_residuals, self._inputs, is_forward=True)(*xs)
+        return [*outs[: len(self._outputs)]], [*outs[len(self._outputs) :]], trees[-1]
 
     def _jvp(
         self, xs: Sequence[Array], dxs: Sequence[Array | SymbolicZero]
@@ -243,48 +266,27 @@ class _Differentiable:
         live = [
             i for i, dx in enumerate(dxs) if type(dx) is not SymbolicZero and _has_derivative(xs[i])
         ]
-        # the structure of the residuals, which is known once `outputs_and_residuals` is traced; the
-        # last one counts, should it be traced again
-        trees: list[PyTreeDef] = []
-
-        # Two programs: in a message with both, JAX could not tell outputs from tangents.
-        def outputs_and_residuals(*xs: Array) -> list[Array]:
-            ys, derivative = jax.linearize(self._of_live(live, xs), *(xs[i] for i in live))
-            residuals, tree = jax.tree.flatten(derivative)
-            trees.append(tree)
-            return [*ys, *residuals]
-
-        outs = self._lower(outputs_and_residuals, self._inputs, is_forward=True)(*xs)
-        ys, residuals = outs[: len(self._outputs)], outs[len(self._outputs) :]
+        # Outputs and tangents are two programs: one might send an output and a tangent in one
+        # message, and JAX could not transpose the tangents alone.
+        ys, residuals, tree = self._run_forward(jax.linearize, live, xs)
         n = len(residuals)
 
         def tangents(*args: Array) -> list[Array]:
-            dys = jax.tree.unflatten(trees[-1], args[:n])(*args[n:])
+            dys = jax.tree.unflatten(tree, args[:n])(*args[n:])
             return [dy for y, dy in zip(self._outputs, dys, strict=True) if _has_derivative(y)]
 
         values = [*residuals, *(dxs[i] for i in live)]
         types = [*map(jax.typeof, residuals), *(self._inputs[i] for i in live)]
         moved = iter(self._lower(tangents, types, is_forward=False)(*values))
         return tuple(ys), tuple(
-            next(moved) if _has_derivative(y) else _no_tangent(y) for y in self._outputs
+            next(moved) if _has_derivative(y) else _float0_zeros(y) for y in self._outputs
         )
 
     def _outputs_and_pullback(self, *args: CustomVJPPrimal) -> tuple[tuple[Array, ...], Partial]:
         live = [i for i, x in enumerate(args) if x.perturbed and _has_derivative(self._inputs[i])]
-        trees: list[PyTreeDef] = []  # as in `_jvp`
-
-        def outputs_and_residuals(*xs: Array) -> list[Array]:
-            ys, pullback = jax.vjp(self._of_live(live, xs), *(xs[i] for i in live))
-            residuals, tree = jax.tree.flatten(pullback)
-            trees.append(tree)
-            return [*ys, *residuals]
-
-        outs = self._lower(outputs_and_residuals, self._inputs, is_forward=True)(
-            *(x.value for x in args)
-        )
-        ys, residuals = outs[: len(self._outputs)], outs[len(self._outputs) :]
+        ys, residuals, tree = self._run_forward(jax.vjp, live, [x.value for x in args])
         # JAX keeps the arrays of a pytree between the two passes, and what else it has.
-        return tuple(ys), Partial(partial(self._cotangents, tuple(live), trees[-1]), *residuals)
+        return tuple(ys), Partial(partial(self._cotangents, tuple(live), tree), *residuals)
 
     def _pull_back(
         self, pullback: Partial, cts: Sequence[Array | SymbolicZero]
@@ -306,10 +308,10 @@ class _Differentiable:
         ]
         n = len(residuals)
 
-        def of_live(*args: Array) -> Sequence[Array]:
+        def live_cotangents(*args: Array) -> Sequence[Array]:
             # zeros are made here, where it is seen that their sums need no message
             every = [
-                jnp.zeros(y.shape, y.dtype) if _has_derivative(y) else _no_tangent(y)
+                jnp.zeros(y.shape, y.dtype) if _has_derivative(y) else _float0_zeros(y)
                 for y in self._outputs
             ]
             for i, ct in zip(given, args[n:], strict=True):
@@ -318,7 +320,7 @@ class _Differentiable:
             return cotangents
 
         values = [*residuals, *(cts[i] for i in given)]
-        lowered = self._lower(of_live, [jax.typeof(x) for x in values], is_forward=False)
+        lowered = self._lower(live_cotangents, [jax.typeof(x) for x in values], is_forward=False)
         outs = iter(lowered(*values))
         return tuple(next(outs) if i in live else None for i in range(len(self._inputs)))
 
@@ -328,6 +330,6 @@ def _has_derivative(x: AbstractValue | Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _no_tangent(x: ShapedArray) -> np.ndarray:
-    """Return the tangent of an array without a derivative."""
+def _float0_zeros(x: ShapedArray) -> np.ndarray:
+    """Return the tangent, or the cotangent, of an array without a derivative."""
     return np.zeros(x.shape, jax.dtypes.float0)

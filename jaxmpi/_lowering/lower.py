@@ -72,11 +72,11 @@ def build(
       entries: the collectives of the plan.
       fingerprint: of the program's signature; 0 where there is nothing to compare.
       title: the name of the function, for an error.
-      hide_effects: for MPI, whether to hide the effects of the messages from JAX. JAX dispatches
-        every call of a function with effects through Python, at tens of microseconds for each
-        array. But inside of another traced function, the effects are what keeps the messages of
-        several programs in order, and a program that is differentiated must keep them, too. Such a
-        program has the derivatives of its function (`with_derivatives`).
+      hide_effects: True for a program that is called by itself. The effects of its messages are
+        hidden, as JAX dispatches every call of a function with effects through Python, at tens of
+        microseconds for each array; and messages may be started early. False for one inside of
+        another traced function: there the effects keep the messages of several programs in order,
+        and it gets the derivatives of its function (`with_derivatives`).
 
     Returns:
       A function from arrays to arrays, and a function to apply to its outputs, such as `PerRank`.
@@ -136,6 +136,8 @@ def _compared_forward(
       title: the name of the function.
     """
     entries = [*entries_of(plan)]
+    if not entries:
+        return entries, 0
     title = f"the derivative of {title}"
     signature = Signature(
         title,
@@ -145,8 +147,6 @@ def _compared_forward(
         arguments=[x.str_short() for x in types],
         weak=[x.weak_type for x in types],
     )
-    if not entries:
-        return entries, 0
     call = Call(fingerprint_of(f"forward {fingerprint} {signature.fingerprint}"), title)
     register_program(backend, call, signature.sent, signature.details)
     return entries, call.fingerprint
@@ -262,8 +262,8 @@ class _ProgramLowering(Lowering[Lowered]):
         effects = set(inner.effects)
         # JAX must see the effects of callbacks. And it drops a program that has neither outputs nor
         # effects.
-        must_be_seen = effects - set(of_transport) or not inner.outvars
-        if not self._hide_effects or not effects or must_be_seen:
+        has_others = bool(effects - of_transport)
+        if not self._hide_effects or not effects or has_others or not inner.outvars:
             return _jaxcompat.as_function(program)
         if not _jaxcompat.can_hide_effects():
             warnings.warn(
@@ -311,20 +311,20 @@ def _ending_started(program: ClosedJaxpr, end_started: Callable[[], None]) -> Cl
     """
     rewritten: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}  # by its id: (jaxpr, what becomes of it)
 
-    def of(jaxpr: J) -> J:
+    def rewrite_once(jaxpr: J) -> J:
         if id(jaxpr) not in rewritten:
-            rewritten[id(jaxpr)] = jaxpr, of_new(jaxpr)
+            rewritten[id(jaxpr)] = jaxpr, rewrite_new(jaxpr)
         return cast("J", rewritten[id(jaxpr)][1])
 
-    def of_new(jaxpr: J) -> J:
+    def rewrite_new(jaxpr: J) -> J:
         inner, _ = _jaxcompat.parts(jaxpr)
         if inner is not jaxpr:  # closed jaxprs may share an open one
-            edited = of(inner)
+            edited = rewrite_once(inner)
             return jaxpr if edited is inner else jaxpr.replace(jaxpr=edited)
         eqns, is_changed = [], False
         for eqn in inner.eqns:
             params: dict[str, object] = {}
-            for name, value in map_subjaxprs(eqn, of).items():
+            for name, value in map_subjaxprs(eqn, rewrite_once).items():
                 if not is_same(value, eqn.params[name]):
                     params[name] = value
             if callable(callback := eqn.params.get("callback")):
@@ -338,7 +338,7 @@ def _ending_started(program: ClosedJaxpr, end_started: Callable[[], None]) -> Cl
             return one is other
         return isinstance(other, tuple) and all(map(operator.is_, one, other))
 
-    return of(program)
+    return rewrite_once(program)
 
 
 def _as_per_rank(per_rank: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:
