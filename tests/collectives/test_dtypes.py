@@ -23,10 +23,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from other_transport import mpi4jax_pool
 
 import jaxmpi
 from jaxmpi._backends.groups import groups_along
-from jaxmpi._job.launch.pool import Pool, Task, pool
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import IDLE_RANKS_SECONDS, run_ranks
 
 LENGTHS = {"jit": (0, 7), "eager": (0, 1, 3)}
@@ -538,9 +539,7 @@ def run_on(row, check, jobs, **kwargs):
             check(**kwargs)
         return
     if transport == "mpi4jax" and n not in jobs:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
-            jobs[n] = Pool(n, "mpi")
+        jobs[n] = mpi4jax_pool(n)
     job = (
         jobs[n]
         if transport == "mpi4jax"

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen
 from jax import lax
+from other_transport import mpi4jax_pool
 
 import jaxmpi
 from jaxmpi._backends.base import Collective
@@ -196,9 +197,7 @@ def test_all_collectives_simulated(axes):
 
 @pytest.fixture(scope="module")
 def mpi4jax_ranks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
-        ranks = Pool(4, "mpi", AXES)
+    ranks = mpi4jax_pool(4, AXES)
     yield ranks
     ranks.end()
 

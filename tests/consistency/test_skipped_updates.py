@@ -14,9 +14,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from other_transport import mpi4jax_pool
 
 import jaxmpi
-from jaxmpi._job.launch.pool import Pool, Task
+from jaxmpi._job.launch.pool import Task
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
@@ -269,11 +270,7 @@ def test_on_xla_it_is_refused_where_it_is_compiled():
 @pytest.fixture(scope="module")
 def mpi4jax_ranks():
     """Jobs of the other transport, by their numbers of ranks."""
-    jobs = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
-        for n in (2, 3):
-            jobs[n] = Pool(n, "mpi")
+    jobs = {n: mpi4jax_pool(n) for n in (2, 3)}
     yield jobs
     for job in jobs.values():
         job.end()

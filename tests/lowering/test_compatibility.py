@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tables
 from lax_cases import GROUPS, ROWS, R, cases_here
+from other_transport import mpi4jax_pool
 
 import jaxmpi
-from jaxmpi._job.launch.pool import Pool, Task, pool
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import IDLE_RANKS_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables" / "compatibility.md"
@@ -107,9 +108,7 @@ def compare(title, got, want):
 @pytest.fixture(scope="module")
 def mpi4jax_ranks():
     """Ranks of the other transport."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
-        ranks = Pool(dict(RANKS)["mpi4jax"], "mpi")
+    ranks = mpi4jax_pool(dict(RANKS)["mpi4jax"])
     yield ranks
     ranks.end()
 

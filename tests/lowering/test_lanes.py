@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from other_transport import mpi4jax_pool
 
 import jaxmpi
-from jaxmpi._job.launch.pool import Pool, Task
+from jaxmpi._job.launch.pool import Task
 from jaxmpi.testing import run_ranks
 
 XS = np.array([[1.0, 2, 3], [20, 0.25, 1]], np.float32)
@@ -67,9 +68,7 @@ def test_vmap_of_a_loop_is_one_loop_for_each_lane(way, loop):
 @pytest.mark.slow
 @pytest.mark.mpi4jax
 def test_vmap_of_a_loop_is_one_loop_for_each_lane_with_mpi4jax():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
-        ranks = Pool(2, "mpi")
+    ranks = mpi4jax_pool(2)
     for way in WAYS:
         ranks.run(Task(__file__, "check", {"loop": doubled, "way": way}, 120.0))
     ranks.end()

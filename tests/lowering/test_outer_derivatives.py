@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from other_transport import mpi4jax_pool
 
 import jaxmpi
-from jaxmpi._job.launch.pool import Pool, Task
+from jaxmpi._job.launch.pool import Task
 from jaxmpi._lowering import lower
 from jaxmpi.testing import run_ranks
 
@@ -131,9 +132,7 @@ def test_gradient_outside_is_that_inside(name):
 @pytest.mark.slow
 @pytest.mark.mpi4jax
 def test_gradient_outside_is_that_inside_with_mpi4jax():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
-        ranks = Pool(2, "mpi")
+    ranks = mpi4jax_pool(2)
     for name in FUNCTIONS:
         ranks.run(Task(__file__, "check_gradient", {"name": name}, 120.0))
     ranks.end()
