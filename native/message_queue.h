@@ -30,7 +30,8 @@
 // in the order of the program, that some rank has not ended. All before m have ended on all ranks,
 // so none of m's ranks waits for anything else: each begins m, and m ends. By induction, all end.
 //
-// A failure fails the messages behind that the failed one holds up: none of them begins. This
+// A failure fails the messages behind that the failed one holds up: none of them begins. (A message
+// at once holds up none: it throws on the program's thread, which has asked for nothing yet.) This
 // follows from the order of the program alone, so it is the same on all ranks of a transport. The
 // program gets the failure once, where it first waits for one of these messages; then all of them
 // are dropped.
@@ -91,7 +92,8 @@ class MessageQueue {
   // carried out, and not dropped: the other ranks have started them, too, or have failed before.
   void end_started();
 
-  // Drop the started messages that nobody has waited for, once the one in progress has ended.
+  // Drop the started messages that nobody has waited for, and fail what they hold up, once the one
+  // in progress has ended. Only a call that has failed leaves such messages.
   void forget_started();
 
   // Set the number of the first message sent ahead: the same on all ranks, and another one in each

@@ -3,9 +3,10 @@
 A feed is iterated epoch by epoch. With each item comes a mark, the place behind that item; from the
 mark of the last item that was used follows the state, a small dict that goes into a checkpoint:
 
-    of `batches`         {"epoch", "position", "order"}   samples over all ranks: see sampler.py
-    of another loader    {"epoch", "batches"}             batches of this rank, which are read again
-    with a state itself  {"epoch", "batches", "source"}   and the loader's own, as text
+    `batches`             {"epoch", "position", "order"}  samples over all ranks: see sampler.py
+    loader without state  {"epoch", "batches"}            batches of this rank, to be read again
+    loader with a state   {"epoch", "batches", "source"}  and the loader's own, as text: ABANDONED
+                                                          begins it where the rest is left out
 
 `position` counts samples and `batches` counts batches, so that a state of one kind is refused where
 the other is wanted.
@@ -57,12 +58,12 @@ class Feed(ABC):
         """Yield (batch, mark) to the end of the epoch; on any thread."""
 
     @abstractmethod
-    def end(self, left_at: Any = None) -> None:
+    def end(self, abandoned_at: Any = None) -> None:
         """Note that the epoch is over: the next one follows.
 
         Args:
-            left_at: The mark behind which the rest of the epoch is left out; None if all of it was
-                used.
+            abandoned_at: The mark behind which the rest of the epoch is left out; None if all of
+                it was used.
         """
 
     @abstractmethod
@@ -152,7 +153,7 @@ class BatchesFeed(Feed):
                 "rows. Return one for each, or the state means nothing."
             )
 
-    def end(self, left_at: Cursor | None = None) -> None:
+    def end(self, abandoned_at: Cursor | None = None) -> None:
         self._plan.go_to(self._plan.after(self._from, len(self._plan))._replace(over=True))
 
     def rewind(self, mark: Cursor) -> None:
@@ -180,7 +181,7 @@ class Mark(NamedTuple):
 # (reads the state, sets it): methods of Grain, then those of PyTorch and Hugging Face
 METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 # before the state, as text, at which an epoch was left whose rest is left out
-LEFT = "left "
+ABANDONED = "abandoned "
 
 
 class LoaderFeed(Feed):
@@ -199,7 +200,7 @@ class LoaderFeed(Feed):
         self._iterator: Iterator[PyTree] | None = None  # of a loader that is no stream
         self._opened = False  # whether there was one, which shows if it has a state
         self._begun = False  # whether it has given an item
-        self._left_at = ""  # the state at which the last epoch was left; "" if it was used up
+        self._abandoned_at = ""  # the state at which the last epoch was left; "" if it was used up
         self._epoch, self._count = 0, 0  # behind the last item that was read
         self._skip = 0  # items to leave out
         self._wanted: str | None = None  # the state to begin the next iterator with
@@ -221,7 +222,7 @@ class LoaderFeed(Feed):
                 batch = next(self.batches if self.stream else self._iterator)  # type: ignore[call-overload]
             except StopIteration:
                 break
-            self._begun, self._left_at = True, ""
+            self._begun, self._abandoned_at = True, ""
             if self._skip:
                 self._skip -= 1
                 continue
@@ -234,11 +235,11 @@ class LoaderFeed(Feed):
                 "loader has in this epoch. Pass the state of a run with the same loader."
             )
 
-    def end(self, left_at: Mark | None = None) -> None:
+    def end(self, abandoned_at: Mark | None = None) -> None:
         self._epoch, self._count = self._epoch + 1, 0
         self._iterator, self._begun = None, False
-        if left_at is not None and self._methods and isinstance(left_at.source, str):
-            self._left_at = left_at.source
+        if abandoned_at is not None and self._methods and isinstance(abandoned_at.source, str):
+            self._abandoned_at = abandoned_at.source
 
     def rewind(self, mark: Mark) -> None:
         self._to(mark.epoch, mark.batches, mark.source if isinstance(mark.source, str) else None)
@@ -296,7 +297,7 @@ class LoaderFeed(Feed):
             self._set(self.batches, self._methods, source)
             return
         _close(self._iterator)
-        self._iterator, self._begun, self._wanted, self._left_at = None, False, source, ""
+        self._iterator, self._begun, self._wanted, self._abandoned_at = None, False, source, ""
         self._skip = count if source is None else 0
 
     def _open(self) -> None:
@@ -304,8 +305,8 @@ class LoaderFeed(Feed):
         if self.stream or self._iterator is not None:
             return
         wanted, self._wanted, self._opened = self._wanted, None, True
-        if self._methods and wanted and wanted.startswith(LEFT):
-            self._leave_at(wanted.removeprefix(LEFT))
+        if self._methods and wanted and wanted.startswith(ABANDONED):
+            self._abandon_at(wanted.removeprefix(ABANDONED))
             wanted = None
         if self._methods:  # PyTorch's loaders take a state before they are iterated
             self._set(self.batches, self._methods, wanted)
@@ -314,7 +315,7 @@ class LoaderFeed(Feed):
             self._methods_of_iterators = _methods(self._iterator)
             self._set(self._iterator, self._methods_of_iterators, wanted)
 
-    def _leave_at(self, text: str) -> None:
+    def _abandon_at(self, text: str) -> None:
         """Begin an epoch at a state and leave it, as the run did whose state this is.
 
         What a loader keeps from one epoch to the next, such as its random numbers, is then what it
@@ -324,7 +325,7 @@ class LoaderFeed(Feed):
         iterator = iter(self.batches)
         next(iterator, None)
         _close(iterator)
-        self._left_at = text
+        self._abandoned_at = text
 
     def _set(self, source: Any, methods: tuple[str, str] | None, text: str | None) -> None:
         """Set the state of a loader or an iterator; no text is the beginning of an epoch."""
@@ -355,8 +356,8 @@ class LoaderFeed(Feed):
             return ""
         # Before its first item, a loader may still tell where the last epoch was left, or its end.
         if not self._begun and not self.stream:
-            if self._left_at:
-                return LEFT + self._left_at
+            if self._abandoned_at:
+                return ABANDONED + self._abandoned_at
             if self._keeps_state:
                 return ""
         try:

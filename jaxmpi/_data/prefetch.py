@@ -233,7 +233,7 @@ class Reading:
         self._ready.clear()
         getattr(self._items, "close", lambda: None)()
         mark, self._items, self.mark, self._over = self.mark, None, None, True
-        self.feed.end(left_at=mark)
+        self.feed.end(abandoned_at=mark)
 
     def close(self) -> None:
         """End the thread.

@@ -90,8 +90,7 @@ def accumulate(
       TypeError: `inner` is no optax transform; `every` is no integer; a leaf of integers, with its
         path; `flush` is no boolean.
 
-    Warns:
-      UserWarning: called eagerly on several ranks, this rank's weight is wrong.
+    Called eagerly on several ranks, a rank whose weight is wrong says so in a line on stderr.
 
     >>> tx = accumulate(optax.sgd(1.0), every=4)
     >>> state = tx.init(jnp.array(0.0))
@@ -106,7 +105,7 @@ def accumulate(
 
     def init(params: PyTree) -> AccumulateState:
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(x.dtype)), params)
-        # Weights are real. Three arrays, as a step may be given the state's buffers.
+        # Weights are real. Three separate arrays: a step may donate the state, and a buffer once.
         sums = [x for x in jax.tree.leaves(zeros) if x.dtype != jax.dtypes.float0]
         dtype = widest(*(jnp.finfo(x.dtype).dtype for x in sums))
         total_weight, *value_sums = (jnp.zeros((), dtype) for _ in range(3))

@@ -103,7 +103,7 @@ class AgreedPreemption:
     def __init__(self, monitor: Monitor, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
         self._monitor = monitor
-        self._preempted_rank = rank
+        self._preempted_rank = rank  # on rank 0: the one that got the SIGTERM
         self._changed = threading.Condition()
         self._calls, self._asked = 0, False
         self._stop_at: int | None = None  # the first call that returns True
