@@ -1,7 +1,7 @@
 """Ranks with the same program compile it once for all; others compile for themselves."""
 
+import itertools
 import os
-import secrets
 import tempfile
 import time
 from collections import Counter
@@ -21,6 +21,7 @@ from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 EVENTS = Counter()
+NUMBERS = itertools.count(2)
 
 
 @cache
@@ -35,8 +36,11 @@ def compiled():
 
 
 def new_number():
-    """One that no program of these tests has, the same on all ranks."""
-    return jaxmpi.broadcast_object(secrets.randbits(16) + 2)
+    """One that no program of these ranks has had, the same on all of them.
+
+    Ranks serve several tests, and a program that sends as many numbers is one they have agreed on.
+    """
+    return jaxmpi.broadcast_object(next(NUMBERS))
 
 
 def step_of(number):
