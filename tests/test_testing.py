@@ -249,6 +249,25 @@ def test_launches_of_several_threads_return_their_own_results():
         ]
 
 
+def test_a_launch_on_ranks_with_much_memory_keeps_what_was_compiled():
+    """Ranks of tests drop compiled programs at 640 MiB; those of `launch` never do."""
+
+    def traces(bytes_):
+        import builtins
+
+        if not hasattr(builtins, "kept"):
+            builtins.kept, builtins.traced = np.ones(bytes_, np.uint8), []
+            builtins.double = jax.jit(lambda x: builtins.traced.append(1) or 2 * x)
+        builtins.double(np.float32(1))
+        return len(builtins.traced)
+
+    try:
+        assert jaxmpi.launch(traces, 1, 640 << 20) == [1]
+        assert jaxmpi.launch(traces, 1, 640 << 20) == [1]
+    finally:
+        pool(1).end()
+
+
 def test_a_test_with_ranks_of_its_own_is_refused():
     with pytest.raises(
         ValueError,

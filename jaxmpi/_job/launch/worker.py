@@ -26,7 +26,7 @@ from jaxmpi._job.launch.pool import ADDRESS, Call, Result, Task
 
 __all__ = ["work"]
 
-MEMORY_BYTES = 640 << 20  # of a rank
+MEMORY_BYTES = 640 << 20  # of a rank that runs tests
 
 
 def work() -> None:
@@ -46,7 +46,8 @@ def work() -> None:
                 # show where the task hangs, shortly before the caller ends this rank
                 faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))
             caller.send(tuple(_run(task, world.rank)))
-            limit_bytes = _shrink(limit_bytes)
+            if isinstance(task, Task):  # the calls of `launch` keep what they have compiled
+                limit_bytes = _shrink(limit_bytes)
             faulthandler.cancel_dump_traceback_later()
 
 
