@@ -61,7 +61,10 @@ class Result(NamedTuple):
 
 
 class RankFailure(AssertionError):
-    """A test failed on some rank; the text holds every failing rank's traceback and output."""
+    """A function failed on some rank, or a test.
+
+    The text holds every failing rank's traceback and output.
+    """
 
 
 _pools: dict[tuple[int, str, str], "Pool"] = {}
