@@ -231,6 +231,8 @@ class Restarts:
 
     def __post_init__(self) -> None:
         self._slots = named_hosts(self.first.mpi_options, os.environ)
+        if not any(self._slots.values()):  # slots=0 throughout: nothing is known of their room
+            self._slots = {}
 
     def after(self, request: Request, host: str) -> tuple[Request, str]:
         """Return the request to run after a job has failed, and what to tell the user of it.

@@ -105,6 +105,14 @@ def test_a_host_of_a_batch_systems_file_is_left_out(each, tmp_path, monkeypatch)
     assert written[1:] == [name for name in names if name != "b"] and written[0].startswith("#")
 
 
+def test_hosts_without_slots_keep_the_number_of_ranks(tmp_path):
+    first = request(tmp_path, hosts="a slots=0\nb slots=0\n", ranks=4)
+    restarts = Restarts(first, tmp_path)
+    assert restarts.after(first, "a") == (first, "")
+    (tmp_path / "hosts.txt").write_text("a slots=0\nb slots=0\nc slots=4\n")
+    assert restarts.after(first, "") == (first, "")
+
+
 def test_where_no_host_is_known_there_is_one_rank_less(tmp_path):
     first = request(tmp_path, "--min-ranks", "4")
     restarts = Restarts(first, tmp_path)
