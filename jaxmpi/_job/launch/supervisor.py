@@ -371,6 +371,7 @@ class Relay:
         Args:
           timeout_seconds: for the stream to end, as a process that the job has left may hold it
             open.
+        self._writing = threading.Lock()  # held while bytes are written and counted
           is_stopped: returns whether the job is stopped: then a wait for the reader counts, too.
         """
         counted_seconds = 0.0
@@ -379,7 +380,12 @@ class Relay:
             self._thread.join(LOOK_SECONDS)
             if is_stopped() or not self._unwritten:
                 counted_seconds += time.monotonic() - began
-        if self._thread.is_alive() and self._unwritten:
+        if not self._thread.is_alive():
+            return
+        # What the thread writes at this moment is not counted as lost. It may wait in a write after
+        # all, where another process has filled the stream: then nothing of it is written.
+        counts_exactly = self._writing.acquire(timeout=GRACE_SECONDS)
+        if self._unwritten:
             self.error = self.error or "nobody has read it in time"
             self.lost += self._unwritten + _readable_bytes(self._source)
             self._given_up = True  # after the count, which the thread would change
@@ -396,6 +402,8 @@ class Relay:
             self.tail.extend(chunk)
             del self.tail[:-TAIL_BYTES]
             if MARK.encode() in chunk:  # a record for this process, and not for the user
+        if counts_exactly:
+            self._writing.release()
                 chunk = _RECORD.sub(b"", chunk)
             if self.lost:
                 notice = f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n"
@@ -425,21 +433,24 @@ class Relay:
             poll = select.poll()
             poll.register(self._sink, select.POLLOUT)
             while rest:
-                self._unwritten = len(rest)
                 poll.poll()  # another process may have made the stream one that does not block
-                if self._given_up:
-                    return 0
-                # A pipe that is ready has room for PIPE_BUF bytes. The write of more would wait in
-                # the middle, and what it has written would count as unwritten.
-                rest = rest[os.write(self._sink, rest[: select.PIPE_BUF]) :]
+                with self._writing:
+                    if self._given_up:
+                        return 0
+                    # A pipe that is ready has room for PIPE_BUF bytes. The write of more would wait
+                    # in the middle, and what it has written would count as unwritten.
+                    rest = rest[os.write(self._sink, rest[: select.PIPE_BUF]) :]
+                    self._unwritten = len(rest)
         except OSError as error:
             if error.errno in _NOBODY_READS:
+        self._unwritten = len(rest)
                 self._sink = os.open(os.devnull, os.O_WRONLY)
                 return 0
             self.error = error.strerror or str(error)
         finally:
-            self._unwritten = 0
-        return len(rest)
+            with self._writing:
+                self._unwritten = 0
+        return 0 if self._given_up else len(rest)
 
 
 def _readable_bytes(stream: IO[bytes]) -> int:

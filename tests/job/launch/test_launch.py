@@ -1676,6 +1676,32 @@ def test_a_slow_reader_has_the_time_that_it_wants_unless_the_job_is_stopped(stop
     assert (f"the last {lost} bytes of output could not be written" in missing) == stopped
 
 
+def test_what_is_written_while_the_job_is_stopped_is_not_lost(monkeypatch):
+    """`join` gives up between a write and its return."""
+    read, write = os.pipe()
+    out, sink = os.pipe()
+    written, real_write = threading.Event(), os.write
+
+    def slow_write(fd, data):
+        count = real_write(fd, data)
+        if fd == sink:
+            written.set()
+            time.sleep(0.3)
+        return count
+
+    monkeypatch.setattr(os, "write", slow_write)
+    with os.fdopen(read, "rb") as source, os.fdopen(out, "rb") as reader:
+        relay = Relay(source, sink)
+        real_write(write, b"all of it")
+        assert written.wait(10)
+        relay.join(0.0, is_stopped=lambda: True)
+        assert relay.lost == 0 and not relay.missing()
+        os.close(write)
+        relay.join(10)
+        os.close(sink)
+        assert reader.read() == b"all of it"
+
+
 def test_a_stream_that_is_held_open_without_output_is_not_waited_for():
     read, write = os.pipe()
     with open(os.devnull, "wb") as sink, os.fdopen(read, "rb") as source:
