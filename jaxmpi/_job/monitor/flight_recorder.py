@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxmpi._consistency import compare
-from jaxmpi._job.monitor.monitor import AT_END, Monitor, doing
+from jaxmpi._job.monitor.monitor import Monitor, RankEnd, doing
 from jaxmpi._job.process import files, settings
 
 __all__ = ["Recorder"]
@@ -60,12 +60,12 @@ class Recorder:
             f"SIGUSR1: this rank is {doing(self._backend)}; its last collectives are in {path}"
         )
 
-    def _on_end(self, why: str) -> None:
+    def _on_end(self, end: RankEnd) -> None:
         """Write the record; if this rank ends the job, have the others write theirs before."""
-        if why == AT_END:
-            self.dump(why)
+        if end.in_order:
+            self.dump(end.why)
         else:
-            self.dump_all(why, last=True)
+            self.dump_all(end.why, last=True)
             self.wait_for_others()
 
     def dump_all(self, why: str, *, last: bool) -> Path | None:

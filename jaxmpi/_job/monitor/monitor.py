@@ -34,11 +34,10 @@ from jaxmpi._job.process import at_exit, jax_collectives, joining, run_dir, stde
 from jaxmpi._job.process.failure import Cause, Failure, marked
 from jaxmpi._job.process.signals import Signals
 
-__all__ = ["AT_END", "Doing", "Gathering", "Monitor", "doing"]
+__all__ = ["Doing", "Gathering", "Monitor", "RankEnd", "doing"]
 
 T = TypeVar("T")
 
-AT_END = "the end"  # the reason for which `at_end` is called where a rank ends in order
 POLL_SECONDS = 0.1  # between two looks of the thread
 # A communicating program may run this long after a rank that took part in it has left.
 LEFT_RANK_GRACE_SECONDS = 4.0
@@ -53,6 +52,13 @@ LEAVING_NOTICE_SECONDS = 1.0  # a rank waits this long at its end before it tell
 PLAIN_NOTICE_SECONDS = LEAVING_NOTICE_SECONDS + LEFT_RANK_GRACE_SECONDS + 2.0
 MAX_GREETED_RANKS = 256  # on other hosts: a connection takes a file descriptor and some memory
 MAX_GATHERINGS = 64  # incomplete gatherings that rank 0 keeps
+
+
+class RankEnd(NamedTuple):
+    """The end of this rank, before it comes."""
+
+    in_order: bool  # at the end of its script; else it ends the job
+    why: str  # for people
 
 
 class Doing(NamedTuple):
@@ -97,7 +103,7 @@ class Monitor:
       topics: the function that handles a message, by topic: called with the sender and the object.
       watchers: functions that the thread calls ten times a second.
       end_watchers: functions that `leave` calls ten times a second while it waits.
-      at_end: functions called with the reason before this rank, or the job, ends.
+      at_end: functions called before this rank ends, in order or with the whole job.
       at_last: functions called once every rank has come to its end; a text that one returns ends
         the job as a failure.
       signals: the signals of this process, for the thread.
@@ -116,7 +122,7 @@ class Monitor:
         }
         self.watchers: list[Callable[[], None]] = []
         self.end_watchers: list[Callable[[], None]] = []
-        self.at_end: list[Callable[[str], object]] = []
+        self.at_end: list[Callable[[RankEnd], object]] = []
         self.at_last: list[Callable[[], str]] = []
         self.gathering = Gathering(self)
         self.signals = Signals()
@@ -301,7 +307,7 @@ class Monitor:
     def _prepare_end(self, code: int, why: str) -> None:
         stderr.at_most(stderr.SAY_SECONDS, lambda: sys.stdout.flush())
         for call in self.at_end:
-            self._call(call, why)
+            self._call(call, RankEnd(in_order=False, why=why))
         self.say(f"{why} The job ends.")
         # A rank that was killed may be why this one failed. If this rank aborts before the launcher
         # notices the killed one, the launcher names this rank instead.
@@ -356,7 +362,7 @@ class Monitor:
         # has left. Then all messages are counted in what this rank tells the next one.
         self.backend.finish_all()
         for call in self.at_end:
-            self._call(call, AT_END)
+            self._call(call, RankEnd(in_order=True, why="the end"))
         # This thread polls from here on, so the monitor's thread has to end first.
         self._leaving.set()
         if self.listening:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxmpi._consistency.findings import Finding
-from jaxmpi._job.monitor.monitor import Monitor
+from jaxmpi._job.monitor.monitor import Monitor, RankEnd
 
 __all__ = ["At", "NeighborExchange", "Stream"]
 
@@ -166,9 +166,9 @@ class NeighborExchange:
             for kept in (self._streams, self._mine, self._theirs, self.found):
                 kept.clear()
 
-    def _at_end(self, reason: str) -> None:
+    def _at_end(self, end: RankEnd) -> None:
         """Compare the last calls, where the script ends in order."""
-        if reason != "the end":
+        if not end.in_order:
             return
         self._leaving = True
         for stream in list(self._streams.values()):

@@ -27,7 +27,7 @@ import jaxmpi
 from jaxmpi._backends.base import Place, Progress
 from jaxmpi._job.monitor import end_watch, flight_recorder, watchdog
 from jaxmpi._job.monitor.activity import Stand, Standing
-from jaxmpi._job.monitor.monitor import Doing
+from jaxmpi._job.monitor.monitor import Doing, RankEnd
 from jaxmpi._job.monitor.preemption import AgreedPreemption
 from jaxmpi._job.tools import timeline
 from jaxmpi.testing import faults, run_ranks
@@ -539,10 +539,10 @@ def test_each_record_states_why_its_rank_ended_the_job_or_else_why_another_did(
     tmp_path, monkeypatch
 ):
     _, end_of, whys, _ = recorders(monkeypatch, tmp_path, 3)
-    end_of[2]("the end")
-    end_of[0]("mine 0")
-    end_of[1]("mine 1")
-    end_of[0]("the end")
+    end_of[2](RankEnd(True, "the end"))
+    end_of[0](RankEnd(False, "mine 0"))
+    end_of[1](RankEnd(False, "mine 1"))
+    end_of[0](RankEnd(True, "the end"))
     assert whys() == ["mine 0", "mine 1", "mine 1"]
 
 
@@ -552,7 +552,7 @@ def test_a_stall_that_ends_the_job_is_recorded_once(tmp_path, monkeypatch):
     made[1].dump("SIGUSR1")
     assert whys() == ["stall", "SIGUSR1"]
     assert made[0].dump_all("stall", last=True) == tmp_path / "rank-0.json"
-    end_of[0]("stalled for 5 s")
+    end_of[0](RankEnd(False, "stalled for 5 s"))
     assert whys() == ["stall", "stall"] and sent == ["stall", "stall"]
 
 
