@@ -35,7 +35,6 @@ class Feed(ABC):
     """Source of batches, with a mark for the place behind each."""
 
     stream = False  # whether it is an iterator, which cannot go back
-    may_end = False  # whether a state may be behind more batches than there are
 
     @abstractmethod
     def __len__(self) -> int:
@@ -79,12 +78,13 @@ class Feed(ABC):
         """Return the state behind an item, or now if the mark is None."""
 
     @abstractmethod
-    def go_to(self, state: State, mark: Any) -> int | None:
+    def go_to(self, state: State, mark: Any, *, may_pass_end: bool) -> int | None:
         """Go on from a state; nothing is being read meanwhile.
 
         Args:
             state: Of the same kind of source.
             mark: Of the last item that was used, or None.
+            may_pass_end: Whether the state may be behind more batches than an epoch has.
 
         Returns:
             None where all that was read ahead is void; for a stream without a state of its own, the
@@ -165,7 +165,7 @@ class BatchesFeed(Feed):
     def state(self, mark: Cursor | None) -> dict[str, Any]:
         return self._plan.state_at(mark or self._plan.at)
 
-    def go_to(self, state: State, mark: Cursor | None) -> None:
+    def go_to(self, state: State, mark: Cursor | None, *, may_pass_end: bool) -> None:
         self._plan.state = state
 
 
@@ -203,6 +203,7 @@ class LoaderFeed(Feed):
         self._abandoned_at = ""  # the state at which the last epoch was left; "" if it was used up
         self._epoch, self._count = 0, 0  # behind the last item that was read
         self._skip = 0  # items to leave out
+        self._may_pass_end = False  # whether there may be fewer than that
         self._wanted: str | None = None  # the state to begin the next iterator with
 
     def __len__(self) -> int:
@@ -229,7 +230,7 @@ class LoaderFeed(Feed):
             self._count += 1
             yield batch, self._mark()
         missing, self._skip = self._skip, 0
-        if missing and not self.may_end:
+        if missing and not self._may_pass_end:
             raise ValueError(
                 f"prefetch: the state is behind {self._count} batches, {missing} more than the "
                 "loader has in this epoch. Pass the state of a run with the same loader."
@@ -257,7 +258,7 @@ class LoaderFeed(Feed):
         state: dict[str, Any] = {"epoch": mark.epoch, "batches": mark.batches}
         return state if mark.source is None else {**state, "source": PerRankState(mark.source)}
 
-    def go_to(self, state: State, mark: Mark | None) -> int | None:
+    def go_to(self, state: State, mark: Mark | None, *, may_pass_end: bool) -> int | None:
         keys = {"epoch", "batches"} | ({"source"} if "source" in self.state(mark) else set())
         if not isinstance(state, Mapping) or set(state) != keys:
             raise ValueError(
@@ -269,6 +270,7 @@ class LoaderFeed(Feed):
                 raise ValueError(
                     f"prefetch: {key!r} of the state is {state[key]}. It counts from 0."
                 )
+        self._may_pass_end = may_pass_end
         epoch, count = int(state["epoch"]), int(state["batches"])
         source = state.get("source")
         if isinstance(source, PerRankState):

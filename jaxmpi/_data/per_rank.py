@@ -30,7 +30,7 @@ class Loader(Protocol):
     def begin(self) -> None: ...
     def take(self) -> PyTree: ...
     def end_epoch(self) -> None: ...
-    def go_to(self, state: Mapping[str, Any]) -> None: ...
+    def go_to(self, state: Mapping[str, Any], *, may_pass_end: bool = False) -> None: ...
     def close(self) -> None: ...
 
 
@@ -61,8 +61,6 @@ class PerRankBatches(Iterator[PyTree]):
     ) -> None:
         self._loader = loader  # keeps the thread
         self._reading, self._remainder, self._ranks = reading, remainder, ranks
-        # a state may be behind batches of other ranks only
-        reading.feed.may_end = remainder == "mask"
         self._epoch, self._count = 0, 0  # batches that were given out in this epoch
         self._mark: Any = None  # of this rank's last one
         self._next: tuple[PyTree, Any] | None = None  # batch k + 1 and its mark
@@ -105,7 +103,8 @@ class PerRankBatches(Iterator[PyTree]):
         if self._remainder == "mask" and isinstance(state, Mapping):
             rows = int(state.get("rows", 0))  # of the first batches, which are not read again
             state = {key: value for key, value in state.items() if key != "rows"}
-        self._reading.go_to(state)
+        # with masks, it may be behind batches of other ranks only
+        self._reading.go_to(state, may_pass_end=self._remainder == "mask")
         self._rows = rows
         self._epoch, self._count = int(state["epoch"]), int(state["batches"])
 

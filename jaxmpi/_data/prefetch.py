@@ -206,10 +206,10 @@ class Reading:
         self._leave()
         raise value
 
-    def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+    def go_to(self, state: Mapping[str, Any], *, may_pass_end: bool = False) -> None:
+        """Go on from a state; `may_pass_end` as in `Feed.go_to`."""
         self._stop()
-        skip = self.feed.go_to(state, self.mark)
+        skip = self.feed.go_to(state, self.mark, may_pass_end=may_pass_end)
         if skip is None:
             self._ready.clear()
             self._items, self.mark = None, None
@@ -218,7 +218,7 @@ class Reading:
             try:
                 self.take()
             except StopIteration:
-                if self.feed.may_end:
+                if may_pass_end:
                     return
                 raise ValueError(
                     f"prefetch: the state is behind {state['batches']} batches, more than the "
