@@ -34,7 +34,7 @@ class HostRanks:
         # ranks that handle a SIGTERM, and tell the others, so that all stop in order
         self.preemptible: set[int] = set()
         self.failures: list[Failure] = []  # that ranks have reported
-        self.refused_count = ""  # why the program does not run on this number of ranks
+        self.count_refusal = ""  # why the program does not run on this number of ranks
         # by rank; ranks of other hosts are among them where the temporary folder is shared
         self._members: dict[int, Member] = {}
         # by file descriptor: of the rank's pipe, and of the process
@@ -133,7 +133,7 @@ class HostRanks:
         self.look(0.0)
         if self._is_ours():
             self.failures = registry.reported_failures(self.run_dir)
-            self.refused_count = registry.refused_count(self.run_dir)
+            self.count_refusal = registry.count_refusal(self.run_dir)
         ended = [End(member, _exit_status(self._process.get(member, -1))) for member in self._ended]
         for fd in self._open:
             os.close(fd)

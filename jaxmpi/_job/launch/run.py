@@ -85,12 +85,12 @@ def _run_all(request: Request, mpiexec: Mpiexec, library: str) -> int:
         restarts, failures = Restarts(request, Path(folder)), 0
         outcome = _run_once(request, mpiexec, library, failures)
         while outcome.failed:
-            refused = bool(outcome.refused_count) and request.restarts > 0
+            refused = bool(outcome.count_refusal) and request.restarts > 0
             if failures == request.restarts and not refused:
                 break
             try:
                 if refused:  # the program has not failed: it never ran
-                    request = restarts.after_refused(request, outcome.refused_count)
+                    request = restarts.after_refused(request, outcome.count_refusal)
                     say(
                         f"starts on {request.ranks} ranks instead, which does not count as a "
                         "restart"

@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
     code: int  # of the exit
     failed: bool  # whether its ranks have failed, and a restart may help
     host: str = ""  # on which they have failed, if known
-    refused_count: str = ""  # why the program does not run on this number of ranks
+    count_refusal: str = ""  # why the program does not run on this number of ranks
     rates: tuple[float, ...] = ()  # samples per second, as the ranks have noted them
 
 
@@ -154,9 +154,9 @@ def _supervise(
         return _stopped(stopped_by, in_order, output_is_whole=not lost)
     if not in_order:
         text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
-        if ranks.refused_count:
-            say(f"the job does not work on this number of ranks: {ranks.refused_count}")
-            return Outcome(code or 1, failed=True, refused_count=ranks.refused_count)
+        if ranks.count_refusal:
+            say(f"the job does not work on this number of ranks: {ranks.count_refusal}")
+            return Outcome(code or 1, failed=True, count_refusal=ranks.count_refusal)
         # The ranks know best. A daemon that ended first took its ranks with it. Otherwise it is
         # the rank that the launcher names, or that was seen to end first.
         failure = find_failure(text, joined, ended)

@@ -28,6 +28,7 @@ from jaxmpi._job.process.failure import Failure, from_json, to_json
 __all__ = [
     "SEGMENT_PREFIX",
     "Member",
+    "count_refusal",
     "join",
     "join_alone",
     "leave",
@@ -38,7 +39,6 @@ __all__ = [
     "processes",
     "rates",
     "refuse_count",
-    "refused_count",
     "remove_segments",
     "report_failures",
     "reported_failures",
@@ -164,7 +164,7 @@ def refuse_count(directory: str, reason: str) -> None:
             _files.replace(folder, REFUSED, json.dumps({"reason": reason}))
 
 
-def refused_count(directory: str) -> str:
+def count_refusal(directory: str) -> str:
     """Return why the program does not run on this number of ranks; "" if no rank has said so."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return str(json.loads(Path(directory, REFUSED).read_text())["reason"])
