@@ -125,10 +125,10 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
     if request.mps:
         daemon = mps_daemon(os.environ)
     with daemon as mps:
-        return _supervised(request, mpiexec, library, attempt, mps)
+        return _run_with(request, mpiexec, library, attempt, mps)
 
 
-def _supervised(
+def _run_with(
     request: Request, mpiexec: Mpiexec, library: str, attempt: int, mps: Mapping[str, str]
 ) -> Outcome:
     """Run the job as `_run_once`, with the variables of its MPS daemon."""
