@@ -24,6 +24,7 @@ from jaxmpi._backends.base import Place
 from jaxmpi._backends.mpi_library import Communicator, Request
 from jaxmpi._backends.native_transports import shared_memory
 from jaxmpi._errors import MPIError
+from jaxmpi._job.process.waits import waits
 from jaxmpi._votes import Outcome, Vote
 
 __all__ = ["Votes", "barrier", "broadcast", "open_votes"]
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 HEADER, BODY = 1, 2  # tags
 PIECE_BYTES = 1 << 28  # of one message: MPI's counts are 32 bits wide
-SHORTEST, LONGEST = 1e-4, 2e-2  # seconds between two looks
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-4, 2e-2  # between two looks
 
 
 def barrier(comm: Communicator) -> None:
@@ -80,9 +81,10 @@ def _received(comm: Communicator, rank: int) -> np.ndarray:
 
 
 def _until(done: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not done():
-        time.sleep(min(max((time.monotonic() - began) / 16, SHORTEST), LONGEST))
+    for seconds in waits(SHORTEST_SECONDS, LONGEST_SECONDS):
+        if done():
+            return
+        time.sleep(seconds)
 
 
 # votes

@@ -14,6 +14,7 @@ jax_collectives       the library for JAX's own collectives, and the variables b
 stderr                messages and the end of the process, though a stream is full, closed or gone
 files                 files in folders where other users may write
 compiled_files        compiled programs, for the other ranks of a host and for the next job
+waits                 the sleeps of a rank that waits for a lock or a message
 processor             the kind of this processor, and how much of it there is
 stacks                the frames of a thread, for other threads that look at it
 garbage               the garbage collector, paused where it has nothing to collect

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from jaxmpi._job.process import files
 from jaxmpi._job.process.processor import processor
+from jaxmpi._job.process.waits import waits
 
 __all__ = ["CompiledFiles", "folder_of", "made_once", "usage"]
 
@@ -32,7 +33,7 @@ _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 SUFFIX = ".compiled"
 DIGEST_BYTES = 32
 DRAFT_SECONDS = 3600.0  # a file that is not complete by then never will be
-SHORTEST, LONGEST = 1e-3, 2e-2  # seconds between two looks at a lock
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 2e-2  # between two looks at a lock
 
 
 # For the next job
@@ -206,10 +207,9 @@ def made_once(directory: str | None, name: str, make: Callable[[], bytes]) -> by
 
 
 def _acquire(lock: int) -> None:
-    """Wait for a lock. The time between two looks grows with the time of the wait."""
-    began = time.monotonic()
-    while True:
+    """Wait for a lock, asleep."""
+    for seconds in waits(SHORTEST_SECONDS, LONGEST_SECONDS):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        time.sleep(min(max((time.monotonic() - began) / 16, SHORTEST), LONGEST))
+        time.sleep(seconds)
