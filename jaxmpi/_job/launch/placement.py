@@ -444,4 +444,4 @@ def _program_words(request: Request) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

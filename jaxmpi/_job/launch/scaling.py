@@ -39,7 +39,7 @@ def table(points: Sequence[Point]) -> str:
         rates = point.rates[1:] or point.rates
         spread = f"{min(rates):.4g} to {max(rates):.4g}"
         speedup = efficiency * point.ranks / min(points).ranks
-        note = "  more ranks than cores" * point.crowded
+        note = "  more ranks than cores" if point.crowded else ""
         lines.append(
             f"{point.ranks:5}  {point.per_second:10.4g}  {spread:>19}  {speedup:7.2f}  "
             f"{efficiency:10.0%}{note}"

@@ -61,7 +61,8 @@ def _tuning(text: str) -> dict[str, int]:
     for pair in text.split(",") if text != "0" else ():
         name, _, value = pair.partition("=")
         most = _MOST_SMALL_BYTES if name == "small_bytes" else MOST
-        values[_one_of(*_TUNABLE)(name)] = int(_number(int, int(name in _POSITIVE), most)(value))
+        least = 1 if name in _POSITIVE else 0
+        values[_one_of(*_TUNABLE)(name)] = int(_number(int, least, most)(value))
     return values
 
 
