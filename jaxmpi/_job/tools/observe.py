@@ -33,7 +33,7 @@ class Look(TypedDict):
     """One rank at one moment; a record that JSON holds.
 
     The rank writes the first part itself, twice a second (`_job/monitor/live.py`; where it has not
-    called jaxmpi.init, native/plain_record.cc). The last seven are of the process that looks.
+    called jaxmpi.init, native/plain_record.cc). The last six are of the process that looks.
     Nanoseconds are those of `time.monotonic_ns` on the rank's host.
     """
 
