@@ -86,23 +86,23 @@ class Wait:
 
     def __init__(self, size: int, over: threading.Event) -> None:
         self._size, self._over = size, over
-        self._limit, self._last = _limits()
+        self._stall_seconds, self._end_seconds = _limits()
         self._seen: dict[int, Peer] = {}  # the ranks of this host
         start_thread(self._watch, INIT, stop=over.set)
 
     def _watch(self) -> None:
         mark_thread(INIT)
         start, due, reported = time.monotonic(), 1.0, False
-        end = self._last
+        end = self._end_seconds
         while not self._over.wait(LOOK_SECONDS):
             waited = time.monotonic() - start
-            if self._limit and waited > self._limit and not reported:
+            if self._stall_seconds and waited > self._stall_seconds and not reported:
                 self._report(waited)
                 reported = True
-            elif self._limit and self._last and waited > end:
+            elif self._stall_seconds and self._end_seconds and waited > end:
                 # A rank that was at work has all of the time from the end of its work.
                 idle = [self._seen[rank].work.idle_seconds for rank in self._look()]
-                end = waited + self._last - min(waited, max(idle, default=waited))
+                end = waited + self._end_seconds - min(waited, max(idle, default=waited))
                 if end <= waited:
                     self._end(f"stalled for {waited:.0f} s in jaxmpi.init")
                 else:
@@ -136,9 +136,9 @@ class Wait:
             lines.append(f"  all ranks of this host have joined{others}")
         hopeless = any(self._seen[rank].state == "ended" for rank in missing)
         at_work = bool(missing) and all(self._seen[rank].work.counts for rank in missing)
-        if not hopeless and not at_work and self._last > waited:
+        if not hopeless and not at_work and self._end_seconds > waited:
             lines.append(
-                f"  the job ends in {self._last - waited:.0f} s if it does not go on "
+                f"  the job ends in {self._end_seconds - waited:.0f} s if it does not go on "
                 "(JAXMPI_STALL_END_SECONDS)"
             )
             if missing:
@@ -191,7 +191,7 @@ def _limits() -> tuple[float, float]:
     """Return the two limits of a stall; the defaults if they are not valid."""
     with contextlib.suppress(ValueError):  # `init` raises it on all ranks
         return settings.limits()
-    return 60.0, 600.0
+    return settings.limits({})
 
 
 def _abort(code: int) -> None:

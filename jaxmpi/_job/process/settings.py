@@ -198,21 +198,21 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def get(name: str) -> Any:
-    """Return the value of a setting in the environment, or its default, or None.
+def get(name: str, environ: Mapping[str, str] = os.environ) -> Any:
+    """Return the value of a setting in an environment, or its default, or None.
 
     Raises:
       ValueError: the value is not allowed. The text names the variable.
     """
     setting = SETTINGS[name]
-    text = os.environ.get(name, "") or setting.default
+    text = environ.get(name, "") or setting.default
     try:
         return setting.read(text) if text else None
     except ValueError:
         raise ValueError(f"{name} is {text!r}. It is {setting.allowed}.") from None
 
 
-def limits() -> tuple[float, float]:
+def limits(environ: Mapping[str, str] = os.environ) -> tuple[float, float]:
     """Return the seconds after which a wait is reported, and those after which the job ends.
 
     0 stands for never.
@@ -220,7 +220,8 @@ def limits() -> tuple[float, float]:
     Raises:
       ValueError: as `get`; or the job would end before the wait is reported.
     """
-    stall, end = get("JAXMPI_STALL_SECONDS"), get("JAXMPI_STALL_END_SECONDS")
+    stall = get("JAXMPI_STALL_SECONDS", environ)
+    end = get("JAXMPI_STALL_END_SECONDS", environ)
     if end and end < stall:
         raise ValueError(
             f"JAXMPI_STALL_END_SECONDS is {end:g}, below JAXMPI_STALL_SECONDS ({stall:g}): the job "
