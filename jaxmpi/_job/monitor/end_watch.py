@@ -100,24 +100,24 @@ class EndWatch:
         # nobody knows: it may have run until just before that look.
         stopped = [found for found in missing if found.state == "stopped"]
         seen_anew = False
-        left_seconds, out_of_time = math.inf, list[MissingRank]()
+        remaining_seconds, out_of_time = math.inf, list[MissingRank]()
         for found in stopped:
             seen_anew = seen_anew or found.rank not in self._stopped_at
             since = self._stopped_at.setdefault(found.rank, waited_seconds)
             if self._end_seconds:
-                left = self._end_seconds - (waited_seconds - since)
-                left_seconds = min(left_seconds, left)
-                if left <= 0:
+                rank_remaining_seconds = self._end_seconds - (waited_seconds - since)
+                remaining_seconds = min(remaining_seconds, rank_remaining_seconds)
+                if rank_remaining_seconds <= 0:
                     out_of_time.append(found)
-        if 0 < left_seconds < math.inf:
-            self._due = min(self._due, waited_seconds + left_seconds + LOOK_AGAIN_SECONDS)
+        if 0 < remaining_seconds < math.inf:
+            self._due = min(self._due, waited_seconds + remaining_seconds + LOOK_AGAIN_SECONDS)
 
         known = [found.rank for found in stopped]
         first = self._reported is None and self._place.rank == min(leaving)
         changed = seen_anew or known != (self._reported or [])
         if missing and (first or changed or out_of_time):
             self._reported = known
-            announced = left_seconds if 0 < left_seconds < math.inf else None
+            announced = remaining_seconds if 0 < remaining_seconds < math.inf else None
             self._monitor.say(describe(waited_seconds, missing, announced))
         if out_of_time:
             failures = []

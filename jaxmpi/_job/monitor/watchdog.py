@@ -127,7 +127,7 @@ class Watchdog:
         self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._stall_seconds, self._end_seconds = settings.limits()
         self._activity = Activity(monitor.backend)
-        # a number that grows as this rank goes on, and whether it is inside a collective
+        # how many steps this rank has gone on, and whether it is inside a collective
         self._progress = (0, False)
         self._since = time.monotonic()  # of the last change of the number
         # Seconds between the looks at which the number had changed.
@@ -148,8 +148,8 @@ class Watchdog:
         self._backend.transport.monitored(self._backend.programs.inside)
         mine, now = self._backend.progress(), time.monotonic()
         # A rank that waits for the last of many programs gets on while these end.
-        gone = mine.entered + mine.votes + self._backend.programs.counts[LEFT]
-        progress = gone, mine.inside
+        steps = mine.entered + mine.votes + self._backend.programs.counts[LEFT]
+        progress = steps, mine.inside
 
         # It goes on: this wait is over. Outside of collectives nothing is waited for.
         if progress != self._progress or not progress[1]:
@@ -226,14 +226,14 @@ class Watchdog:
             return
 
         # The others are missing. Without an answer, see what their processes show.
-        missing, left_seconds = [], math.inf
+        missing, remaining_seconds = [], math.inf
         for rank in range(place.size):
             if rank not in arrived:
-                found, rank_left_seconds = self.missing_rank(
+                found, rank_remaining_seconds = self.missing_rank(
                     rank, answers.get(rank), waited_seconds
                 )
                 missing.append(found)
-                left_seconds = min(left_seconds, rank_left_seconds)
+                remaining_seconds = min(remaining_seconds, rank_remaining_seconds)
 
         # Without missing ranks, they are in a collective that should take no time, or in a program.
         program = []
@@ -243,13 +243,13 @@ class Watchdog:
                     pid, host = self._monitor.members[rank]
                     program.append(InProgram(rank, pid, host, answer.at_work, answer.standing))
             if any(found.standing.stand is not Stand.PYTHON for found in program):
-                left_seconds = self._left_seconds_in_program(answers)
+                remaining_seconds = self._remaining_seconds_in_program(answers)
             else:
-                program, left_seconds = [], self._left_seconds(waited_seconds)
+                program, remaining_seconds = [], self._remaining_seconds(waited_seconds)
         stalled = waited_seconds > self._stall_seconds
-        announced = stalled and 0 < left_seconds < math.inf
+        announced = stalled and 0 < remaining_seconds < math.inf
         if announced:  # look again when the time is over
-            self._due = waited_seconds + left_seconds + LOOK_AGAIN_SECONDS
+            self._due = waited_seconds + remaining_seconds + LOOK_AGAIN_SECONDS
 
         # All ranks that wait come here at about the same time. The lowest one writes, unless it has
         # just begun to wait, and will not report for some time.
@@ -264,47 +264,47 @@ class Watchdog:
             arrived=arrived,
             missing=missing,
             program=program,
-            ends_in_seconds=left_seconds if announced else None,
+            ends_in_seconds=remaining_seconds if announced else None,
         )
         self._monitor.say(describe(report))
-        if stalled and (path := self._recorder.dump_all("stall", last=left_seconds <= 0)):
+        if stalled and (path := self._recorder.dump_all("stall", last=remaining_seconds <= 0)):
             self._monitor.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
-        if left_seconds <= 0:
+        if remaining_seconds <= 0:
             self._recorder.wait_for_others()
             _report_to_launcher(missing, _in_callbacks(program))
             self._monitor.end(1, _why_ended(report))
 
-    def _left_seconds(self, idle_seconds: float) -> float:
+    def _remaining_seconds(self, idle_seconds: float) -> float:
         """Return the seconds until the job ends for a rank that has done nothing for so long."""
         return self._end_seconds - idle_seconds if self._end_seconds else math.inf
 
-    def _left_seconds_of(self, answer: Answer, waited_seconds: float) -> float:
+    def _remaining_seconds_of(self, answer: Answer, waited_seconds: float) -> float:
         """Return the seconds until the job ends for a rank that others wait for; maybe infinite."""
         standing = answer.standing
         if answer.at_work or standing.stand is Stand.COMPUTES:
             return math.inf
         # A rank that was at work during this wait has all of the time from the end of its work.
         if standing.stand is Stand.PYTHON:
-            return self._left_seconds(min(waited_seconds, answer.idle_seconds))
+            return self._remaining_seconds(min(waited_seconds, answer.idle_seconds))
         if standing.stand in (Stand.CALLBACK, Stand.BLOCKED):
-            return self._left_seconds(min(standing.seconds, answer.idle_seconds))
+            return self._remaining_seconds(min(standing.seconds, answer.idle_seconds))
         if standing.usual_seconds is None or not self._end_seconds:
             return math.inf
         limit = max(self._end_seconds, USUAL_FACTOR * standing.usual_seconds)
         return limit - min(standing.seconds, answer.idle_seconds)
 
-    def _left_seconds_in_program(self, answers: dict[int, Answer]) -> float:
+    def _remaining_seconds_in_program(self, answers: dict[int, Answer]) -> float:
         """Return the seconds until the job ends for a program that all ranks have entered."""
         inside = [answer for answer in answers.values() if answer.progress.inside]
         if any(answer.at_work for answer in inside):
             return math.inf
         called, others = [], []
         for answer in inside:
-            left_seconds = self._left_seconds_of(answer, math.inf)
+            remaining_seconds = self._remaining_seconds_of(answer, math.inf)
             if answer.standing.stand is Stand.CALLBACK:
-                called.append(left_seconds)
+                called.append(remaining_seconds)
             elif answer.standing.stand is not Stand.PYTHON:
-                others.append(left_seconds)
+                others.append(remaining_seconds)
         # Waiting is of no use if one rank does not come out of a callback. Where all are in one,
         # none waits for another.
         if called:
@@ -318,9 +318,9 @@ class Watchdog:
         """Return what a missing rank does, and the seconds until the job ends for it."""
         pid, host = self._monitor.members[rank]
         if answer is not None:
-            left_seconds = self._left_seconds_of(answer, waited_seconds)
-            return MissingRank(rank, pid, host, answer.at_work, answer), left_seconds
-        silent = self._left_seconds(waited_seconds)
+            remaining_seconds = self._remaining_seconds_of(answer, waited_seconds)
+            return MissingRank(rank, pid, host, answer.at_work, answer), remaining_seconds
+        silent = self._remaining_seconds(waited_seconds)
         # Only the processes of this host can be looked at.
         if host != os.uname().nodename:
             return MissingRank(rank, pid, host), silent
@@ -334,9 +334,9 @@ class Watchdog:
             return MissingRank(rank, pid, host, state=state, seen=seen), silent
         theirs = work_of(pid)
         at_work = str(theirs.block) if theirs.counts else ""
-        left_seconds = self._left_seconds(min(waited_seconds, theirs.idle_seconds))
+        remaining_seconds = self._remaining_seconds(min(waited_seconds, theirs.idle_seconds))
         found = MissingRank(rank, pid, host, at_work, state=state, seen=seen)
-        return found, math.inf if at_work else left_seconds
+        return found, math.inf if at_work else remaining_seconds
 
 
 def _has_come(answer: Answer, mine: Answer) -> bool:

@@ -366,9 +366,9 @@ INF = float("inf")
 def test_how_long_a_program_may_take(answers, left):
     dog = object.__new__(watchdog.Watchdog)
     dog._end_seconds = 20.0
-    assert dog._left_seconds_in_program(dict(enumerate(answers))) == left
+    assert dog._remaining_seconds_in_program(dict(enumerate(answers))) == left
     dog._end_seconds = 0.0
-    assert dog._left_seconds_in_program(dict(enumerate(answers))) == INF
+    assert dog._remaining_seconds_in_program(dict(enumerate(answers))) == INF
 
 
 PROGRAM = Doing("in", "train_step (allreduce mean of float32[100] at train.py:12)")
