@@ -224,18 +224,12 @@ def _wait(
 
     Returns whether it has ended itself: a launcher that does not end a job in which a rank has
     failed is killed.
-
-    A signal is followed by harder and harder measures, each with time to work: it goes to the
-    launcher, then the ranks are killed, then everything. A second signal of an impatient user
-    skips the time after the first measure.
     """
-    stage, due = _Stage.RUNS, 0.0
-    preempted = False  # whether ranks were asked to stop in order
+    stop = _Stop(process, launcher, ranks)
     sound_until = time.monotonic()  # the last time at which no failed rank was seen
     while process.poll() is None:
         ranks.look(LOOK_SECONDS)
         daemons.look(process.pid)
-
         if not ranks.one_has_failed():
             sound_until = time.monotonic()
         elif time.monotonic() > sound_until + LAUNCHER_END_SECONDS:
@@ -246,42 +240,61 @@ def _wait(
             _kill([process.pid, *registry.processes(ranks.run_dir)])
             process.wait()
             return False
+        if received:
+            stop.go_on(received)
+    return True
 
-        if not received:
-            continue
+
+class _Stop:
+    """The measures that stop a job after a signal, each harder than the one before.
+
+    Each has time to work: the signal goes to the launcher, then the ranks are killed, then
+    everything. A second signal of an impatient user skips the time after the first measure.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], launcher: Launcher, ranks: HostRanks
+    ) -> None:
+        self._process, self._launcher, self._ranks = process, launcher, ranks
+        self._stage, self._due = _Stage.RUNS, 0.0  # of the next measure
+        self._preempted = False  # whether ranks were asked to stop in order
+
+    def go_on(self, received: Sequence[Received]) -> None:
+        """Take the next measure if it is due; `received` has the signals, one at least."""
         number, first_came = received[0]
-        one_measure = stage == (_Stage.PREEMPTED if preempted else _Stage.SIGNALED)
-        impatient = one_measure and received[-1][1] > first_came + REPEAT_SECONDS
-        if time.monotonic() < due and not impatient:
-            continue
+        first_measure = _Stage.PREEMPTED if self._preempted else _Stage.SIGNALED
+        is_repeated = received[-1][1] > first_came + REPEAT_SECONDS
+        impatient = is_repeated and self._stage == first_measure
+        if time.monotonic() < self._due and not impatient:
+            return
 
         # Ranks that call `jaxmpi.preempted` finish their step and save. The launcher must not get
         # the signal meanwhile: it would kill them.
-        if stage == _Stage.RUNS and number == signal.SIGTERM and ranks.preemptible:
-            stage, preempted = _Stage.PREEMPTED, True
+        ranks = self._ranks
+        if self._stage == _Stage.RUNS and number == signal.SIGTERM and ranks.preemptible:
+            self._stage, self._preempted = _Stage.PREEMPTED, True
             asked = [member.pid for member in ranks.members if member.rank in ranks.preemptible]
             _kill(asked, signal.SIGTERM)
-            due = time.monotonic() + settings.get("JAXMPI_PREEMPTION_SECONDS")
-            continue
-        if stage < _Stage.SIGNALED:
-            stage = _Stage.SIGNALED
+            self._due = time.monotonic() + settings.get("JAXMPI_PREEMPTION_SECONDS")
+            return
+        if self._stage < _Stage.SIGNALED:
+            self._stage = _Stage.SIGNALED
             # A terminal has sent its SIGINT to the launcher, too. Launchers do not stop at SIGHUP.
             if not (number == signal.SIGINT and os.isatty(0)):
                 to_send = signal.SIGTERM if number == signal.SIGHUP else number
-                _kill(_launchers(process.pid), to_send)
-        elif stage == _Stage.SIGNALED:
-            stage = _Stage.RANKS_KILLED
+                _kill(_launchers(self._process.pid), to_send)
+        elif self._stage == _Stage.SIGNALED:
+            self._stage = _Stage.RANKS_KILLED
             # Ranks inside MPI do not react. Without them the launcher removes its files, and ends.
             # Its daemons do not have the variable of the rank.
-            variables = [b"\0%s=" % name.encode() for name in launcher.rank]
+            variables = [b"\0%s=" % name.encode() for name in self._launcher.rank]
             for pid, environ in registry.processes(ranks.run_dir).items():
                 if any(variable in environ for variable in variables):
                     _kill([pid])
         else:
-            stage = _Stage.KILLED
-            _kill([process.pid, *registry.processes(ranks.run_dir)])
-        due = time.monotonic() + GRACE_SECONDS
-    return True
+            self._stage = _Stage.KILLED
+            _kill([self._process.pid, *registry.processes(ranks.run_dir)])
+        self._due = time.monotonic() + GRACE_SECONDS
 
 
 def _launchers(pid: int) -> list[int]:
@@ -358,6 +371,7 @@ class Relay:
         self.error = ""
         self._unwritten = 0  # bytes that wait for the reader of the sink
         self._given_up = False  # those have been counted as lost
+        self._writing = threading.Lock()  # held while bytes are written and counted
         self._source, self._sink, self._name = source, sink, _NAMES.get(sink, "output")
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
@@ -371,7 +385,6 @@ class Relay:
         Args:
           timeout_seconds: for the stream to end, as a process that the job has left may hold it
             open.
-        self._writing = threading.Lock()  # held while bytes are written and counted
           is_stopped: returns whether the job is stopped: then a wait for the reader counts, too.
         """
         counted_seconds = 0.0
@@ -389,6 +402,8 @@ class Relay:
             self.error = self.error or "nobody has read it in time"
             self.lost += self._unwritten + _readable_bytes(self._source)
             self._given_up = True  # after the count, which the thread would change
+        if counts_exactly:
+            self._writing.release()
 
     def missing(self) -> str:
         """Return a sentence about the end of the stream that was not written, or ""."""
@@ -402,8 +417,6 @@ class Relay:
             self.tail.extend(chunk)
             del self.tail[:-TAIL_BYTES]
             if MARK.encode() in chunk:  # a record for this process, and not for the user
-        if counts_exactly:
-            self._writing.release()
                 chunk = _RECORD.sub(b"", chunk)
             if self.lost:
                 notice = f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n"
@@ -429,6 +442,7 @@ class Relay:
         It is 0 once `join` has given up, which has counted them.
         """
         rest = memoryview(data)
+        self._unwritten = len(rest)
         try:
             poll = select.poll()
             poll.register(self._sink, select.POLLOUT)
@@ -443,7 +457,6 @@ class Relay:
                     self._unwritten = len(rest)
         except OSError as error:
             if error.errno in _NOBODY_READS:
-        self._unwritten = len(rest)
                 self._sink = os.open(os.devnull, os.O_WRONLY)
                 return 0
             self.error = error.strerror or str(error)
