@@ -225,27 +225,14 @@ class Watchdog:
         if not mine.progress.inside:  # this rank has just gone on
             return
 
-        # The others are missing. Without an answer, see what their processes show.
-        missing, remaining_seconds = [], math.inf
-        for rank in range(place.size):
-            if rank not in arrived:
-                found, rank_remaining_seconds = self.missing_rank(
-                    rank, answers.get(rank), waited_seconds
-                )
-                missing.append(found)
-                remaining_seconds = min(remaining_seconds, rank_remaining_seconds)
-
-        # Without missing ranks, they are in a collective that should take no time, or in a program.
-        program = []
-        if not missing:
-            for rank, answer in sorted(answers.items()):
-                if answer.progress.inside:
-                    pid, host = self._monitor.members[rank]
-                    program.append(InProgram(rank, pid, host, answer.at_work, answer.standing))
-            if any(found.standing.stand is not Stand.PYTHON for found in program):
-                remaining_seconds = self._remaining_seconds_in_program(answers)
-            else:
-                program, remaining_seconds = [], self._remaining_seconds(waited_seconds)
+        # The others are missing. Without missing ranks, all are in a collective that should take no
+        # time, or in a program.
+        missing, remaining_seconds = self._find_missing(answers, arrived, waited_seconds)
+        program = [] if missing else self._in_program(answers)
+        if program:
+            remaining_seconds = self._remaining_seconds_in_program(answers)
+        elif not missing:
+            remaining_seconds = self._remaining_seconds(waited_seconds)
         stalled = waited_seconds > self._stall_seconds
         announced = stalled and 0 < remaining_seconds < math.inf
         if announced:  # look again when the time is over
@@ -273,6 +260,31 @@ class Watchdog:
             self._recorder.wait_for_others()
             _report_to_launcher(missing, _in_callbacks(program))
             self._monitor.end(1, _why_ended(report))
+
+    def _find_missing(
+        self, answers: dict[int, Answer], arrived: list[int], waited_seconds: float
+    ) -> tuple[list[MissingRank], float]:
+        """Return the ranks that have not arrived, and the seconds until the job ends for one."""
+        missing, remaining_seconds = list[MissingRank](), math.inf
+        for rank in range(self._backend.place.size):
+            if rank not in arrived:
+                found, rank_remaining_seconds = self.missing_rank(
+                    rank, answers.get(rank), waited_seconds
+                )
+                missing.append(found)
+                remaining_seconds = min(remaining_seconds, rank_remaining_seconds)
+        return missing, remaining_seconds
+
+    def _in_program(self, answers: dict[int, Answer]) -> list[InProgram]:
+        """Return the ranks that are inside, if one of them is in a program; else none."""
+        inside = []
+        for rank, answer in sorted(answers.items()):
+            if answer.progress.inside:
+                pid, host = self._monitor.members[rank]
+                inside.append(InProgram(rank, pid, host, answer.at_work, answer.standing))
+        if any(found.standing.stand is not Stand.PYTHON for found in inside):
+            return inside
+        return []
 
     def _remaining_seconds(self, idle_seconds: float) -> float:
         """Return the seconds until the job ends for a rank that has done nothing for so long."""
@@ -320,18 +332,18 @@ class Watchdog:
         if answer is not None:
             remaining_seconds = self._remaining_seconds_of(answer, waited_seconds)
             return MissingRank(rank, pid, host, answer.at_work, answer), remaining_seconds
-        silent = self._remaining_seconds(waited_seconds)
+        remaining_seconds = self._remaining_seconds(waited_seconds)
         # Only the processes of this host can be looked at.
         if host != os.uname().nodename:
-            return MissingRank(rank, pid, host), silent
+            return MissingRank(rank, pid, host), remaining_seconds
         # C code of a busy rank may hold the GIL, so that its monitor is silent. What it wrote
         # before can be read; but a stopped rank is not at work, whatever it wrote.
         state = run_dir.state(pid)
         if state == "ended":
-            return MissingRank(rank, pid, host, state=state), silent
+            return MissingRank(rank, pid, host, state=state), remaining_seconds
         seen = _last_seen(pid)
         if state == "stopped":
-            return MissingRank(rank, pid, host, state=state, seen=seen), silent
+            return MissingRank(rank, pid, host, state=state, seen=seen), remaining_seconds
         theirs = work_of(pid)
         at_work = str(theirs.block) if theirs.counts else ""
         remaining_seconds = self._remaining_seconds(min(waited_seconds, theirs.idle_seconds))
