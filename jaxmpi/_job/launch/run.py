@@ -249,33 +249,45 @@ class Restarts:
         """
         now = named_hosts(self.first.mpi_options, os.environ)
         blamed = next((name for name in now if host and same_host(name, host)), "")
-        hosts_changed = set(now) != set(self._slots)
-        if not now or not self._slots or not (blamed or hosts_changed):
-            fewer = request.ranks
-            if request.min_ranks is not None:
-                fewer = max(request.min_ranks, request.ranks - 1)
-            return replace(request, ranks=self._accepted(fewer, self._most(request))), ""
         if blamed:
             self.failures[blamed] += 1
-        out = [name for name in now if self.failures[name] > MOST_FAILURES]
-        left = {name: number for name, number in now.items() if name not in out}
-        joined = {name: number for name, number in left.items() if name not in self._slots}
-        ranks = self._room(left, joined)
+        hosts_changed = set(now) != set(self._slots)
+        if now and self._slots and (blamed or hosts_changed):
+            return self._on_hosts(request, now)
+        fewer = request.ranks
+        if request.min_ranks is not None:
+            fewer = max(request.min_ranks, request.ranks - 1)
+        return replace(request, ranks=self._accepted(fewer, self._most(request))), ""
+
+    def _on_hosts(self, request: Request, now: Mapping[str, int]) -> tuple[Request, str]:
+        """Return the request for the hosts that may be used, and what to tell the user of it.
+
+        Args:
+          request: the request that failed.
+          now: the hosts that are named now, each with its slots.
+
+        Raises:
+          LaunchError: too few hosts may be used.
+        """
+        excluded = [name for name in now if self.failures[name] > MOST_FAILURES]
+        used = {name: slots for name, slots in now.items() if name not in excluded}
+        added = {name: slots for name, slots in used.items() if name not in self._slots}
+        ranks = self._room(used, added)
         needed = self.first.min_ranks or self.first.ranks
         if ranks < needed:
             why = "the named hosts have"
-            if out:
-                why = f"{', '.join(out)} failed twice, and the other hosts have"
+            if excluded:
+                why = f"{', '.join(excluded)} failed twice, and the other hosts have"
             raise LaunchError(
                 f"{why} room for {ranks} ranks of the {needed} that are needed. Add hosts to the "
                 "file, or give --min-ranks a smaller number."
             )
         options, told = self.first.mpi_options, []
-        if out:
-            options = with_hosts(options, left, self.folder)
-            told.append(f"without {', '.join(out)}, which failed twice")
-        if joined:
-            told.append(f"with {', '.join(joined)}")
+        if excluded:
+            options = with_hosts(options, used, self.folder)
+            told.append(f"without {', '.join(excluded)}, which failed twice")
+        if added:
+            told.append(f"with {', '.join(added)}")
         ranks = self._accepted(ranks, ranks)
         return replace(request, ranks=ranks, mpi_options=options), "; ".join(told)
 
@@ -311,11 +323,12 @@ class Restarts:
             f"--min-ranks others, or change it:{each}"
         )
 
-    def _room(self, left: Mapping[str, int], joined: Mapping[str, int]) -> int:
+    def _room(self, used: Mapping[str, int], added: Mapping[str, int]) -> int:
         """Return the number of ranks for these hosts.
 
-        It is the number of the first start and what the joined hosts take, as far as there is room.
+        It is the number of the first start and what the added hosts take, as far as there is room.
         A slot takes as many ranks as at the first start.
         """
-        each = max(1, -(-self.first.ranks // sum(self._slots.values())))
-        return min(each * sum(left.values()), self.first.ranks + each * sum(joined.values()))
+        ranks_per_slot = max(1, -(-self.first.ranks // sum(self._slots.values())))
+        room = ranks_per_slot * sum(used.values())
+        return min(room, self.first.ranks + ranks_per_slot * sum(added.values()))
