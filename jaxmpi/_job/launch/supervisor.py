@@ -136,8 +136,8 @@ def _supervise(
         daemons.close()
         ended, joined, rates = ranks.close(), ranks.members, registry.rates(run_dir)
         preempted = bool(received and ranks.preemptible)
-        left = all(member.left or not member.notes_end for member in joined)
-        in_order = not code and (preempted or not received) and left
+        all_left = all(member.left or not member.notes_end for member in joined)
+        in_order = not code and (preempted or not received) and all_left
         # A job that ended in order may have left processes on purpose: only its ranks are killed.
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
         segments: set[str] = set()
@@ -152,21 +152,21 @@ def _supervise(
         say(missing)
     if stopped_by is not None:
         return _stopped(stopped_by, in_order, output_is_whole=not lost)
-    if not in_order:
-        text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
-        if ranks.count_refusal:
-            say(f"the job does not work on this number of ranks: {ranks.count_refusal}")
-            return Outcome(code or 1, failed=True, count_refusal=ranks.count_refusal)
-        # The ranks know best. A daemon that ended first took its ranks with it. Otherwise it is
-        # the rank that the launcher names, or that was seen to end first.
-        failure = find_failure(text, joined, ended)
-        failures = ranks.failures or daemons.find_lost(text) or find_stalled(text) or [failure]
-        say(f"the job failed: {'; '.join(each.describe(code) for each in failures)}")
-        # A launcher that has lost a host kills the ranks of the others, which may be named first.
-        host = failure.lost_host or failures[0].failed_host or failure.host
-        return Outcome(failure.exit_code(code), failed=True, host=host)
-    # The ranks have done their work, so a restart would not help where a disk is full.
-    return Outcome(int(bool(lost)), failed=False, rates=rates)
+    if in_order:
+        # The ranks have done their work, so a restart would not help where a disk is full.
+        return Outcome(1 if lost else 0, failed=False, rates=rates)
+    if ranks.count_refusal:
+        say(f"the job does not work on this number of ranks: {ranks.count_refusal}")
+        return Outcome(code or 1, failed=True, count_refusal=ranks.count_refusal)
+    # The ranks know best. A daemon that ended first took its ranks with it. Otherwise it is the
+    # rank that the launcher names, or that was seen to end first.
+    text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
+    failure = find_failure(text, joined, ended)
+    failures = ranks.failures or daemons.find_lost(text) or find_stalled(text) or [failure]
+    say(f"the job failed: {'; '.join(each.describe(code) for each in failures)}")
+    # A launcher that has lost a host kills the ranks of the others, which may be named first.
+    host = failure.lost_host or failures[0].failed_host or failure.host
+    return Outcome(failure.exit_code(code), failed=True, host=host)
 
 
 def _receive_signals() -> tuple[list[Received], dict[int, Any]]:
@@ -350,7 +350,9 @@ def _stopped(number: int, in_order: bool, *, output_is_whole: bool) -> Outcome:
     """Return the outcome of a job that a signal has stopped."""
     order = ", and has ended in order" if in_order else ""
     say(f"the job was stopped by {signal.Signals(number).name}{order}")
-    return Outcome(int(not output_is_whole) if in_order else 128 + number, failed=False)
+    if not in_order:
+        return Outcome(128 + number, failed=False)
+    return Outcome(0 if output_is_whole else 1, failed=False)
 
 
 # Output
