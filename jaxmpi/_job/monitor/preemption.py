@@ -53,7 +53,7 @@ def _tell_run(rank: int, *, alone: bool) -> None:
             directory = os.environ["JAXMPI_RUN_DIR"]
             if alone:
                 run_dir.join_alone(directory)
-            run_dir.takes_sigterm(directory, rank)
+            run_dir.note_preemptible(directory, rank)
 
 
 class LocalPreemption:

@@ -34,6 +34,7 @@ __all__ = [
     "leave",
     "members",
     "note_at_exceptions",
+    "note_preemptible",
     "note_rate",
     "note_refused_count",
     "processes",
@@ -44,7 +45,6 @@ __all__ = [
     "reported_failures",
     "segments",
     "state",
-    "takes_sigterm",
 ]
 
 FAILURES, RATES, REFUSED = "failures.json", "rates", "refused.json"
@@ -133,7 +133,7 @@ def members(directory: str, skip: Container[int] = ()) -> list[Member]:
     return found
 
 
-def takes_sigterm(directory: str, rank: int) -> None:
+def note_preemptible(directory: str, rank: int) -> None:
     """Note that this rank stops in order at a SIGTERM."""
     with _opened(directory) as folder:
         if folder is not None:

@@ -118,7 +118,7 @@ def test_a_rank_registers_nowhere_but_in_the_folder_of_its_launcher(tmp_path, vi
     """A rank on another host than the launcher ignores a folder that someone else has made."""
     path = tmp_path / "run"
     PLANTED[what](path, victim)
-    for call in (run_dir.join, run_dir.leave, run_dir.takes_sigterm):
+    for call in (run_dir.join, run_dir.leave, run_dir.note_preemptible):
         call(str(path), 0)
     assert not path.is_dir() or path.is_symlink() or not any(path.iterdir())
 
@@ -129,7 +129,7 @@ def test_a_rank_registers_past_links(tmp_path, victim):
     for name in (".rank-0.draft", "rank-0.json", "preemptible-0"):
         (run / name).symlink_to(victim / "rank-0.json")
     run_dir.join(str(run), 0)
-    run_dir.takes_sigterm(str(run), 0)
+    run_dir.note_preemptible(str(run), 0)
     run_dir.leave(str(run), 0)
     assert [member.left for member in run_dir.members(str(run))] == [True]
     assert {path.name for path in run.iterdir() if path.is_symlink()} == {".rank-0.draft"}
