@@ -321,8 +321,8 @@ def local_size() -> int:
 
 def _before_fork() -> None:
     if _session is not None and _session.monitor is not None:
-        _session.monitor.signals.hold()
-    # For `preempted`, whose handler needs no monitor. As in `Signals.hold`: Python would forget a
+        _session.monitor.signals.block()
+    # For `preempted`, whose handler needs no monitor. As in `Signals.block`: Python would forget a
     # signal that comes to a child before the child has set its handlers.
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
@@ -330,7 +330,7 @@ def _before_fork() -> None:
 def _in_parent() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
     if _session is not None and _session.monitor is not None:
-        _session.monitor.signals.go_on()
+        _session.monitor.signals.unblock()
 
 
 def _in_child() -> None:

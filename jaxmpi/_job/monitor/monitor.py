@@ -422,7 +422,7 @@ class Monitor:
         self.signals.release(wake_others=False)
         at_exit.forget()
         _jaxcompat.leave_as_it_is()
-        self.signals.go_on()
+        self.signals.unblock()
 
 
 class Gathering:

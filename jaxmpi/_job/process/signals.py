@@ -31,7 +31,7 @@ class Signals:
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         # when the last interrupt arrived, and when Python last ran its handler
         self._interrupted = self._reacted = 0.0
-        self._masks = threading.local()  # the signals that a thread had blocked before `hold`
+        self._masks = threading.local()  # the signals that a thread had blocked before `block`
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
         self._poll = select.poll()  # `select` takes no file above 1023
@@ -48,8 +48,8 @@ class Signals:
 
         Returns False if the script has a handler of its own.
         """
-        here = threading.current_thread() is threading.main_thread()
-        if not (here and self._hears and signal.getsignal(number) is signal.SIG_DFL):
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (is_main and self._hears and signal.getsignal(number) is signal.SIG_DFL):
             return False
         self._replace(number, lambda number, _: self._tell_of(number))
         self._calls[number] = call
@@ -86,14 +86,14 @@ class Signals:
         self._interrupted = 0.0
         return stuck
 
-    def hold(self) -> None:
-        """Block the registered signals in the calling thread, until `go_on`, while it forks.
+    def block(self) -> None:
+        """Block the registered signals in the calling thread, until `unblock`, while it forks.
 
         Python would forget a signal that comes to a child before the child has set its handlers.
         """
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before.keys())
 
-    def go_on(self) -> None:
+    def unblock(self) -> None:
         """Unblock the signals, in the parent and in the child."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
