@@ -71,8 +71,8 @@ class LocalPreemption:
 
     def listen(self) -> None:
         """Note SIGTERM from now on, unless the script has a handler of its own."""
-        here = threading.current_thread() is threading.main_thread()
-        if self._listens or not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._listens or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         self._listens = True
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -86,8 +86,8 @@ class LocalPreemption:
         """Restore the handler, unless the script has set one since."""
         listened, self._listens = self._listens, False
         # another thread may not set handlers: then `_on_signal` does at the first signal
-        here = threading.current_thread() is threading.main_thread()
-        if listened and here and signal.getsignal(signal.SIGTERM) == self._on_signal:
+        is_main = threading.current_thread() is threading.main_thread()
+        if listened and is_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _on_signal(self, *_: object) -> None:
