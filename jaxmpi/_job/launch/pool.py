@@ -245,9 +245,10 @@ class Pool:
         waiting, failed, results = dict(self.ranks), list[Result](), list[Result]()
         deadline = time.monotonic() + task.timeout_seconds
         while waiting and time.monotonic() < deadline:
-            left = deadline - time.monotonic()
+            remaining_seconds = deadline - time.monotonic()
             ready = wait(
-                list(waiting.values()), timeout=max(0.0, left) if math.isfinite(left) else None
+                list(waiting.values()),
+                timeout=max(0.0, remaining_seconds) if math.isfinite(remaining_seconds) else None,
             )
             for rank in [rank for rank, connection in waiting.items() if connection in ready]:
                 result = _receive(rank, waiting.pop(rank))

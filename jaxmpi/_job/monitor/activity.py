@@ -60,7 +60,7 @@ class CpuTime:
         self._used = read()
 
     def look(self, now: float) -> None:
-        """Look at the clock; often enough."""
+        """Look at the clock, once in WINDOW_SECONDS however often this is called."""
         seconds = now - self._looked_at
         if seconds < WINDOW_SECONDS:
             return

@@ -64,7 +64,8 @@ class Writer:
         self._file = os.memfd_create(RANK, os.MFD_CLOEXEC)
         size = TEXT_BYTES + COUNTS * INT64_BYTES
         os.ftruncate(self._file, size)
-        # which the rank writes by two stores, so that another process reads them at any moment
+        # The rank writes each of the counts by one store, so another process may read them at any
+        # moment.
         self._memory = mmap.mmap(self._file, size)
         self.counts = memoryview(self._memory)[TEXT_BYTES:].cast("q")
 

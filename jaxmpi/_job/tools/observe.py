@@ -70,11 +70,11 @@ class Local:
         self._readers: dict[int, live_record.Reader] = {}  # by process
         # At the last look, by process: when it was, and the nanoseconds of waiting until then.
         self._waited: dict[int, tuple[int, int]] = {}
-        self._found = -FIND_RANKS_EVERY_SECONDS
+        self._found_at = -FIND_RANKS_EVERY_SECONDS
 
     def look(self) -> list[Look]:
-        """Return what they show now."""
-        if time.monotonic() - self._found >= FIND_RANKS_EVERY_SECONDS:
+        """Return a look at each rank of this host."""
+        if time.monotonic() - self._found_at >= FIND_RANKS_EVERY_SECONDS:
             self._find()
         gpu_bytes = _gpu_bytes() if self._readers else {}
         looks = []
@@ -85,7 +85,7 @@ class Local:
         return looks
 
     def _find(self) -> None:
-        self._found = time.monotonic()
+        self._found_at = time.monotonic()
         for pid in live_record.processes():
             if pid not in self._readers:
                 with contextlib.suppress(OSError):  # it has just ended
@@ -112,7 +112,7 @@ class Local:
         return cast(Look, look)
 
     def _waits(self, reader: live_record.Reader) -> float | None:
-        """Return the share of the time since the last look in which its programs waited.
+        """Return the share of the time since the last look in which a rank's programs waited.
 
         None at the first look, and on transports that do not count it.
         """
