@@ -1,9 +1,9 @@
 """A small process that names the rank that was killed, where MPI's launcher does not.
 
 MPICH's mpiexec kills the other ranks as soon as one is gone, and prints only a process id. No rank
-is left to name it. So `call` leaves a process beside the ranks of each node: this file, run without
-site-packages. It ends with the ranks: silently when one of them tells it that the job ends in
-order, and otherwise with a line that names the first rank that was gone.
+is left to name it. So `start_on_nodes` starts a process beside the ranks of each node: this file,
+run without site-packages. It ends with the ranks: silently when one of them tells it that the job
+ends in order, and otherwise with a line that names the first rank that was gone.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxmpi._backends.mpi_ranks import MpiRanks
 
-__all__ = ["call", "connect", "start"]
+__all__ = ["connect", "start", "start_on_nodes"]
 
 _CREDENTIALS = "3i"  # struct ucred: process, user and group id
 _FIRST_MESSAGE = "2i"  # the first message of a rank: its number, and the number of ranks
 
 
-def call(backend: "MpiRanks") -> Callable[[], None]:
-    """Leave a death reporter on each node, unless something else names a killed rank.
+def start_on_nodes(backend: "MpiRanks") -> Callable[[], None]:
+    """Start a death reporter on each node, unless something else names a killed rank.
 
     **Collective:** every rank calls it.
 

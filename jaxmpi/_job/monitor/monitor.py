@@ -138,7 +138,7 @@ class Monitor:
         self._communicates = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))
-        self._dismiss_reporter = death_reporter.call(backend)
+        self._dismiss_reporter = death_reporter.start_on_nodes(backend)
         self._remain_at_exit = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
         # A daemon: Python's shutdown does not wait for it, `leave` does.
         self._thread = threading.Thread(target=self._run, name=joining.MONITOR, daemon=True)
