@@ -50,7 +50,7 @@ class Recorder:
         self._path: Path | None = None  # of the record; None if it could not be written
         self._others_until = 0.0  # until when, by time.monotonic, the others may write theirs
         monitor.topics["dump"] = lambda rank, why: self.dump(why)
-        monitor.signals.take(signal.SIGUSR1, self._on_signal)
+        monitor.signals.register(signal.SIGUSR1, self._on_signal)
         if self._flight_dir:
             monitor.at_end.append(self._on_end)
 

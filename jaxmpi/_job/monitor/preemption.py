@@ -118,7 +118,7 @@ class AgreedPreemption:
         """Tell rank 0 of a SIGTERM from now on, unless the script has a handler of its own."""
         if self._listens:
             return
-        self._listens = self._monitor.signals.take(
+        self._listens = self._monitor.signals.register(
             signal.SIGTERM, lambda: self._send(0, "stop", self._rank)
         )
         if self._listens:

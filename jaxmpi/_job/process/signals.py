@@ -43,7 +43,7 @@ class Signals:
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._replace(signal.SIGINT, self._on_interrupt)
 
-    def take(self, number: int, call: Callable[[], None]) -> bool:
+    def register(self, number: int, call: Callable[[], None]) -> bool:
         """Register a call that the monitor's thread makes at a signal, until `release`.
 
         Returns False if the script has a handler of its own.

@@ -430,7 +430,7 @@ if what == "before":
     signal.set_wakeup_fd(before[1].fileno())
 signals = Signals()
 calls = []
-assert signals.take(signal.SIGUSR1, lambda: calls.append("SIGUSR1"))
+assert signals.register(signal.SIGUSR1, lambda: calls.append("SIGUSR1"))
 if what in ("taken", "given up"):
     signal.set_wakeup_fd(later[1].fileno())
 if what == "given up":

@@ -525,7 +525,7 @@ def recorders(monkeypatch, folder, ranks):
                 members=[(1, "a")] * ranks,
                 topics={},
                 at_end=[],
-                signals=SimpleNamespace(take=lambda number, call: True),
+                signals=SimpleNamespace(register=lambda number, call: True),
                 send_all=functools.partial(send_all, rank),
             )
         )

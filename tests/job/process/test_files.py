@@ -39,7 +39,7 @@ def recorder(tmp_path, monkeypatch):
         topics={},
         at_end=[],
         say=said.append,
-        signals=SimpleNamespace(take=lambda number, call: True),
+        signals=SimpleNamespace(register=lambda number, call: True),
     )
     return SimpleNamespace(make=lambda: Recorder(monitor), shared=shared, said=said)
 
