@@ -311,13 +311,13 @@ class Monitor:
         self.say(f"{why} The job ends.")
         # A rank that was killed may be why this one failed. If this rank aborts before the launcher
         # notices the killed one, the launcher names this rank instead.
-        follows = self._left is None and self._has_lost_rank()
-        if not follows:
+        may_follow_killed = self._left is None and self._has_lost_rank()
+        if not may_follow_killed:
             pid, host = self.members[self.backend.place.rank]
             own = Failure(self.backend.place.rank, pid, host, Cause.ABORT, code=code, joined=True)
             stderr.say(marked([own]))
         # MPI's launcher drops what it has not passed on when a rank aborts.
-        time.sleep(LAUNCHER_NOTICE_SECONDS if follows else RELAY_SECONDS)
+        time.sleep(LAUNCHER_NOTICE_SECONDS if may_follow_killed else RELAY_SECONDS)
         self._dismiss_reporter()
 
     def _has_lost_rank(self) -> bool:
