@@ -41,7 +41,7 @@ class Live:
             monitor.watchers.append(self._look)
             monitor.at_end.append(lambda _: self._look())
             monitor.end_watchers.append(self._look)  # while this rank waits for the others
-            monitor.at_last.append(self._close)
+            monitor.at_common_end.append(self._close)
 
     def _look(self) -> None:
         now = time.monotonic()

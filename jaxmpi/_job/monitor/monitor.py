@@ -104,8 +104,8 @@ class Monitor:
       watchers: functions that the thread calls ten times a second.
       end_watchers: functions that `leave` calls ten times a second while it waits.
       at_end: functions called before this rank ends, in order or with the whole job.
-      at_last: functions called once every rank has come to its end; a text that one returns ends
-        the job as a failure.
+      at_common_end: functions called once every rank has come to its end; a text that one returns
+        ends the job as a failure.
       signals: the signals of this process, for the thread.
       gathering: objects of all ranks by key, compared on rank 0.
       rounds: text of all ranks that rank 0 prints.
@@ -123,7 +123,7 @@ class Monitor:
         self.watchers: list[Callable[[], None]] = []
         self.end_watchers: list[Callable[[], None]] = []
         self.at_end: list[Callable[[RankEnd], object]] = []
-        self.at_last: list[Callable[[], str]] = []
+        self.at_common_end: list[Callable[[], str]] = []
         self.gathering = Gathering(self)
         self.signals = Signals()
         self.samples = 0
@@ -377,8 +377,8 @@ class Monitor:
         # What the others sent before they came here.
         self.poll()
         self.rounds.flush(all_rounds=True)
-        for last in self.at_last:
-            if why := last():
+        for call_last in self.at_common_end:
+            if why := call_last():
                 self.end(1, why)
         sys.excepthook = self._excepthook
         self.signals.release()

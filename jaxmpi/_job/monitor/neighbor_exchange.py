@@ -74,7 +74,7 @@ class NeighborExchange:
         monitor.topics["neighbor"] = self._on_values
         monitor.topics["neighbors differ"] = self._on_finding
         monitor.at_end.append(self._at_end)
-        monitor.at_last.append(self._unraised)
+        monitor.at_common_end.append(self._unraised)
 
     def watch(self, stream: Stream) -> None:
         """Compare the last call of a stream, too, at the end of the script."""
