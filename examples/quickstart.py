@@ -17,8 +17,8 @@ layers = [nnx.Linear(1, 256, rngs=rngs), jnp.tanh]
 layers += [nnx.Linear(256, 512, rngs=rngs), jnp.tanh]
 layers += [nnx.Linear(512, 256, rngs=rngs), jnp.tanh]
 model = nnx.Sequential(*layers, nnx.Linear(256, 1, rngs=rngs))
-nnx.update(model, jaxmpi.synchronize(nnx.state(model)))  # rank 0's, on all
-tx = jaxmpi.distributed(optax.adam(1e-3))  # on the mean of all gradients
+nnx.update(model, jaxmpi.synchronize(nnx.state(model)))  # rank 0's values
+tx = jaxmpi.distributed(optax.adam(1e-3))  # averages the gradients
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 

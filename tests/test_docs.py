@@ -107,10 +107,6 @@ def run_block(code, names):
         jaxmpi.init()
     if "faults.inject" in code:
         names["step"] = lambda: None
-    if "micro_batches" in code:
-        names["state"] = jaxmpi.distributed(optax.adamw(1e-3), micro_batches=8).init(
-            names["params"]
-        )
     exec(compile(code, "page", "exec"), names)
     if "init(axes=" in code:
         jaxmpi.finalize()
