@@ -260,7 +260,7 @@ class Monitor:
                 self._call(watcher)
             # The rank before this one waits in `leave`, and this rank waits for it.
             if self._left is not None and self._waits_forever(*self._left):
-                self.end(1, self._why_left(self._left[0]))
+                self._end_for_left(self._left[0])
             # Python cannot raise KeyboardInterrupt while the main thread is inside MPI. Any other
             # call of C code returns, and the script may handle the interrupt then.
             inside = self.backend.progress().inside or self._communicates()
@@ -288,12 +288,16 @@ class Monitor:
         self._waiting_since = self._waiting_since or time.monotonic()
         return time.monotonic() - self._waiting_since > LEFT_RANK_GRACE_SECONDS
 
-    def _why_left(self, rank: int) -> str:
+    def _end_for_left(self, rank: int) -> None:
+        """End the job because `rank` has left while this rank waits for it."""
+        pid, host = self.members[rank]
+        # `jaxmpi run` names it, and a restart counts the failure for its host
+        stderr.say(marked([Failure(rank, pid, host, Cause.LEFT, joined=True)]))
         inside = self.backend.progress().inside
         call = doing(self.backend) if inside else "in a collective"
         why = f"rank {rank} has exited while this rank waits for it {call}."
         advice = "Every rank must make the same calls."
-        return " ".join(filter(None, [why, advice, compare.uneven_shard(self.backend)]))
+        self.end(1, " ".join(filter(None, [why, advice, compare.uneven_shard(self.backend)])))
 
     # the end of the job
 

@@ -41,12 +41,13 @@ class Cause(enum.StrEnum):
     ABSENT = "absent"  # the rank has not called `init`
     STALLED = "stalled"  # the rank did not enter a collective in which others waited
     CALLBACK = "callback"  # a callback of the program that the rank is in does not return
+    LEFT = "left"  # the script of the rank has ended, and others wait for it in a collective
     STOPPED = "stopped"  # the process of the rank is stopped, and the others wait at their end
     DAEMON = "daemon"  # MPI's daemon on the host ended
     UNKNOWN = "unknown"
 
 
-_WAITED_FOR = (Cause.STALLED, Cause.CALLBACK, Cause.STOPPED)
+_WAITED_FOR = (Cause.STALLED, Cause.CALLBACK, Cause.LEFT, Cause.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ class Failure:
             return "did not enter a collective in which others waited"
         if self.cause is Cause.CALLBACK:
             return "did not return from a callback of a program in which others waited"
+        if self.cause is Cause.LEFT:
+            return "exited while others waited for it in a collective"
         if self.cause is Cause.STOPPED:
             return "is stopped (SIGSTOP, or a debugger), and did not come to its end"
         if self.work:

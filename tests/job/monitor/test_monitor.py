@@ -99,6 +99,11 @@ def left(marker):
     return found
 
 
+NAMES_RANK_1 = re.compile(
+    r"the job failed: rank 1 \(pid \d+ on \S+\) exited while others waited for it in a collective"
+)
+
+
 @pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -133,6 +138,8 @@ def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_pa
     assert processes == []
     for word in words:
         assert re.search(word, output.replace("\n", " ") if "signal" in word else output), output
+    if launch is jaxmpi_run and "exit" in what:
+        assert NAMES_RANK_1.search(output), output  # and not the rank that has ended the job
     assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
 
 
@@ -187,6 +194,7 @@ def test_a_rank_that_goes_ends_the_job_on_xla(what, words, tmp_path, monkeypatch
     )
     assert code != 0 and processes == [] and seconds < 20, output
     assert re.search(words, output), output
+    assert what != "exit0" or NAMES_RANK_1.search(output), output
 
 
 @pytest.mark.launcher
