@@ -30,7 +30,7 @@ from jaxmpi._consistency.findings import Finding
 from jaxmpi._jaxcompat import AnyJaxpr, CallSite
 from jaxmpi._marks import Differs, Equal, mark_of
 
-__all__ = ["may_vary", "varying"]
+__all__ = ["check_replication", "may_vary"]
 
 Classes: TypeAlias = tuple[int, ...] | None  # the class of each rank, in the order of the ranks
 
@@ -166,16 +166,16 @@ def may_vary(
 # The checks
 
 
-def varying(
+def check_replication(
     jaxpr: AnyJaxpr,
     ins: Sequence[bool],
     *,
-    constants: bool = True,
-    warn: bool = True,
-    api: str = "jaxmpi.jit",
-    title: str = "",
+    constants: bool,
+    warn: bool,
+    api: str,
+    title: str,
 ) -> list[bool]:
-    """Return which outputs may differ, as `may_vary` does, and check the program on the way.
+    """Check where a program communicates, and return which outputs may differ, as `may_vary`.
 
     Args:
       jaxpr: as in `may_vary`.

@@ -25,7 +25,7 @@ from jaxmpi._analysis.forgotten_mean import DivergenceCheck, pairs
 from jaxmpi._analysis.inner_jaxprs import constants as constants_of
 from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._analysis.primitives import Op, op_of
-from jaxmpi._analysis.replication import varying
+from jaxmpi._analysis.replication import check_replication, may_vary
 from jaxmpi._analysis.shards import check_shards
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.findings import is_checked
@@ -248,7 +248,7 @@ def _with_statistics(
     # repeat until none is dropped.
     while True:
         differ = [not (same or i in next_values) for i, same in enumerate(replicated)]
-        varies = varying(jaxpr, [True] * captured + differ, constants=True, warn=False)
+        varies = may_vary(jaxpr, [True] * captured + differ)
         left: dict[int, list[int]] = {}
         for i, outputs in next_values.items():
             if outputs and not any(varies[j] for j in outputs):
@@ -274,7 +274,7 @@ def _varies(
     Raises:
       ValueError: an output that is declared replicated may differ, with its name.
     """
-    varies = varying(
+    varies = check_replication(
         jaxpr,
         [*captured_differ, *(not same for same in replicated)],
         constants=constants,

@@ -442,6 +442,17 @@ def test_pmap_in_axes_none_for_all_arguments_is_replicated():
             jaxmpi.pmap(f, "i", in_axes=None)(x=np.float32([3]), often=np.float32([1]))
 
 
+def test_an_error_of_the_analysis_names_pmap():
+    def f(x):
+        return lax.cond(x.sum() > 0, lambda x: lax.psum(x, jaxmpi.AXIS), lambda x: x, x)
+
+    with (
+        jaxmpi.simulate(2),
+        pytest.raises(ValueError, match=r"^jaxmpi\.pmap: cond at .* contains a collective"),
+    ):
+        jaxmpi.pmap(f)(jnp.ones((1, 3)))
+
+
 OUT_AXES_WITH_NONE = {
     "all": (lambda x: x, None, "the output"),
     "in a tuple": (lambda x: (x, x), (0, None), r"output \[1\]"),
