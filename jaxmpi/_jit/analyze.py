@@ -8,6 +8,7 @@
 
 import hashlib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import jax
@@ -102,17 +103,15 @@ def analyze(
         than its own elements.
     """
     title = function.title
-    try:
-        varies, outside = _varying_outputs(
-            function, jaxpr, captured, replicated, outs, declared, backend
-        )
-    except ValueError:
+    found: tuple[list[bool], list[str]] | None = None
+    with suppress(ValueError):
+        found = _varying_outputs(function, jaxpr, captured, replicated, outs, declared, backend)
+    if found is None:
         # Try again with statistics that stay equal counted as replicated. If that is enough, the
         # first call compares them.
         replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
-        varies, outside = _varying_outputs(
-            function, jaxpr, captured, replicated, outs, declared, backend
-        )
+        found = _varying_outputs(function, jaxpr, captured, replicated, outs, declared, backend)
+    varies, outside = found
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     # Values can be compared at the first call of a function of the user on several processes.
     can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
@@ -184,40 +183,42 @@ def _varying_outputs(
     Raises:
       ValueError: an output may differ that is declared replicated, with its name.
     """
+    may_warn = is_checked("repeated_mean", function.allowed)
+    warn = may_warn and backend.place.rank == 0
+    every = [True] * len(captured)
     try:
-        may_warn = is_checked("repeated_mean", function.allowed)
-        warn = may_warn and backend.place.rank == 0
-        every = [True] * len(captured)
         varies = _varies(
             function, jaxpr, every, replicated, outs, declared, constants=True, warn=warn
         )
         return varies, []
     except ValueError as error:
-        # Try again with captured arrays counted as replicated. If that is enough, their digests
-        # become part of the signature. A program without collectives has no signature, so there it
-        # remains an error.
-        constants = [*captured, *constants_of(jaxpr)]
-        if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
-            raise ValueError(
-                f"{error} Or the function uses an array from outside, which counts as different "
-                "on each rank: make it an argument."
-            ) from None
-        if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
-            raise
-        # A reference still counts as different: what a call writes into it may differ.
-        differ = [_is_reference(x) for x in captured]
-        try:
-            varies = _varies(
-                function, jaxpr, differ, replicated, outs, declared, constants=False, warn=False
-            )
-        except ValueError as error:
-            if not any(differ):
-                raise
-            raise ValueError(
-                f"{error} Or the function uses a reference from outside, which counts as different "
-                "on each rank: make its value, ref[...], an argument, and return the new one."
-            ) from None
+        refusal = error  # Python would show it, too, if the next try raised inside of this block
+    # Try again with captured arrays counted as replicated. If that is enough, their digests become
+    # part of the signature. A program without collectives has no signature, so there it remains an
+    # error.
+    constants = [*captured, *constants_of(jaxpr)]
+    if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
+        raise ValueError(
+            f"{refusal} Or the function uses an array from outside, which counts as different "
+            "on each rank: make it an argument."
+        )
+    if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
+        raise refusal
+    # A reference still counts as different: what a call writes into it may differ.
+    differ = [_is_reference(x) for x in captured]
+    try:
+        varies = _varies(
+            function, jaxpr, differ, replicated, outs, declared, constants=False, warn=False
+        )
         return varies, [*map(_from_outside, constants)]
+    except ValueError as error:
+        refusal = error
+    if any(differ):
+        raise ValueError(
+            f"{refusal} Or the function uses a reference from outside, which counts as different "
+            "on each rank: make its value, ref[...], an argument, and return the new one."
+        )
+    raise refusal
 
 
 def _with_statistics(

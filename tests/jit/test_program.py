@@ -235,6 +235,30 @@ def test_another_configuration_is_another_program_on_xla():
     check_configuration()
 
 
+def others(step, *, replicated_outnums=()):
+    """Return the errors that Python shows above that of a call of a step on two ranks."""
+    with jaxmpi.simulate(2), pytest.raises(ValueError, match="may differ") as raised:
+        jaxmpi.jit(step, replicated_outnums=replicated_outnums)(jnp.ones(3))
+    found, error = [], raised.value
+    while error.__context__ is not None and not error.__suppress_context__:
+        error = error.__context__
+        found.append(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    "from_outside", [[], [np.ones(3, np.float32)]], ids=["", "an array from outside"]
+)
+def test_an_error_of_the_analysis_is_shown_once(from_outside):
+    assert others(lambda x: sum(from_outside, x), replicated_outnums=0) == []
+
+    def mixed(x):
+        return sum(from_outside, x), lax.psum(x, R)
+
+    assert others(mixed, replicated_outnums=0) == []
+    assert others(lambda x: lax.cond(x[0] > 0, lambda: lax.psum(x, R), lambda: x)) == []
+
+
 @run_ranks(1, 2)
 def test_positions_that_are_not_there_are_refused():
     message = "has {}, and .* 2. Name positions from 0 to 1"
