@@ -9,7 +9,8 @@ What all analyses are built on:
 primitives      the table of primitives that are known by name, with their properties
 inner_jaxprs    jaxprs of calls, loops and branches
 classify        whether an equation communicates, or contains one that does
-dataflow        facts propagated forward through a program; slices of it backward
+dataflow        facts propagated forward through a program
+slices          equations that some values depend on, found backward
 text            equations as text
 
 Analyses, each a lattice of facts with rules by primitive, or a slice:

@@ -8,7 +8,7 @@ They must be computed in the same way on every rank:
 - operands of the sums that are not sent (`constant_sums`);
 - outputs that are declared replicated.
 
-The slice is all equations that the roots depend on (`dataflow.slice_of`). It ends at a collective
+The slice is all equations that the roots depend on (`slices.slice_of`). It ends at a collective
 whose result is equal on all ranks whatever they put in. The ranks compare its text before they run
 the program. The text has no shapes, because batches may be uneven.
 
@@ -25,9 +25,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import Role, communicates, role, roles
 from jaxmpi._analysis.constant_sums import constant_sums
-from jaxmpi._analysis.dataflow import Needed, Slice, slice_of
 from jaxmpi._analysis.inner_jaxprs import subjaxprs
 from jaxmpi._analysis.primitives import Op, op_of
+from jaxmpi._analysis.slices import Needed, Slice, slice_of
 from jaxmpi._analysis.text import Text
 from jaxmpi._jaxcompat import AnyJaxpr
 

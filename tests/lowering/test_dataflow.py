@@ -15,9 +15,10 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._analysis.control_slice import control_equations
-from jaxmpi._analysis.dataflow import Analysis, propagate, slice_of
+from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._analysis.primitives import Op
+from jaxmpi._analysis.slices import slice_of
 from jaxmpi._lowering.trace import trace
 from jaxmpi.testing import run_ranks
 
