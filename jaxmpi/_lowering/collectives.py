@@ -64,7 +64,7 @@ def coordinate(eqn: JaxprEqn, axes: Axes) -> jax.Array:
     rank = lax.axis_index(AXIS)
     if name == AXIS:
         return rank
-    _groups(eqn, axes)
+    refuse_names(eqn, (name,), axes)
     names = [axis for axis in axes if axis != AXIS]
     # Ranks are numbered in row-major order over the axes.
     stride = 1

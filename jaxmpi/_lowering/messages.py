@@ -195,7 +195,7 @@ def _is_same(x: object, y: object) -> bool:
 
 # Elementwise work on arrays that are this many times larger than the message takes about as long
 # as the message.
-WORTH = 8
+ELEMENTWISE_BYTES_PER_SENT_BYTE = 8
 
 
 class Bucket(NamedTuple):
@@ -428,7 +428,8 @@ def _overlapped(
         limit = Consumers.NONE if has(eqn, Trait.MAY_SCALE) else Consumers.PLACE_NUMBERS
         if consumers[v] <= limit:
             safe.append(v)
-    is_worth_it = sum(map(_bytes_of, safe)) > WORTH * max(sent_bytes, overlap.small_bytes)
+    least_bytes = ELEMENTWISE_BYTES_PER_SENT_BYTE * max(sent_bytes, overlap.small_bytes)
+    is_worth_it = sum(map(_bytes_of, safe)) > least_bytes
     return _Overlapped(is_worth_it, safe if is_worth_it else [], eqns)
 
 

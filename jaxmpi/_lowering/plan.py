@@ -61,8 +61,8 @@ class Plan:
       size: the number of ranks.
       rounds: the rounds, without local equations that no output needs.
       roles: of each equation that involves the ranks, by its id.
-      inside: for the id of each jaxpr of a loop or branch that has to do with the ranks, as it
-        stood in the program before means were fused, its plan.
+      inside: plans of the loops and branches that involve the ranks, by the id of their jaxpr
+        before means were fused.
     """
 
     jaxpr: AnyJaxpr
@@ -166,11 +166,11 @@ def _levels(
         for v in eqn.invars:
             if not isinstance(v, Literal):
                 level = max(level, level_of.get(v, 0))
-        sends = is_sent(eqn)
-        after = level + 1 if sends else level
-        if other_effects(eqn):  # prints, callbacks and references keep their order
+        sends, has_effects = is_sent(eqn), other_effects(eqn)
+        if has_effects:  # prints, callbacks and references keep their order
             level = max(level, last_effect)
-            after = level + 1 if sends else level
+        after = level + 1 if sends else level
+        if has_effects:
             last_effect = after
         (remote if sends else local)[level].append(eqn)
         level_of.update(dict.fromkeys(eqn.outvars, after))
