@@ -63,6 +63,21 @@ def cost(entry: Entry, backend: Ranks) -> Cost:
     return Cost(max(len(sent), entry.started), share * sum(sent), len(arrays))
 
 
+class Row(NamedTuple):
+    """Cells of a row of the table, as text."""
+
+    collective: str
+    arrays: str = ""
+    sent: str = ""
+    messages: str = ""
+    times: str = ""
+    where: str = ""
+    seconds: str = ""
+
+
+HEAD = Row("collective", "arrays", "sent per rank", "messages", "times", "where", "seconds")
+
+
 def table(
     title: str,
     entries: Sequence[Entry],
@@ -77,58 +92,67 @@ def table(
       backend: the ranks.
       seconds: returns the seconds of a cost; without it that column is left out.
     """
-    ranks = f"{backend.place.size} rank{'s' * (backend.place.size > 1)} ({backend.name})"
+    size = backend.place.size
+    ranks = f"{size} {'rank' if size == 1 else 'ranks'} ({backend.name})"
     if not entries:
         return f"{title} on {ranks}: nothing is sent\n"
     costs = [cost(entry, backend) for entry in entries]
-    rows = [("collective", "arrays", "sent per rank", "messages", "times", "where", "seconds")]
+    rows: list[Sequence[str]] = [HEAD]
     for entry, each in zip(entries, costs, strict=True):
-        where = " ".join(
-            filter(
-                None, (entry.path, ", ".join(entry.source[:2]) + ", ..." * (len(entry.source) > 2))
-            )
-        )
-        took = f"{seconds(each):.1e}" if seconds else ""
-        times = "?" if entry.times is None else str(entry.times)
-        overlapped = (
-            f" ({entry.overlapped} overlapped with computation)" if entry.overlapped else ""
-        )
-        rows.append(
-            (
-                entry.name,
-                _arrays(entry),
-                _bytes(each.sent_bytes),
-                f"{each.messages}{overlapped}",
-                times,
-                where,
-                took,
-            )
-        )
-    known = [
-        (entry.times, each)
-        for entry, each in zip(entries, costs, strict=True)
-        if entry.times is not None
-    ]
-    messages, sent = (sum(times * each[i] for times, each in known) for i in (0, 1))
-    total = f"{sum(times * seconds(each) for times, each in known):.1e}" if seconds else ""
-    rows.append(
-        (
-            "total",
-            "",
-            _bytes(sent),
-            str(messages),
-            "",
-            "without the collectives of unknown times" * (len(known) < len(rows) - 1),
-            total,
-        )
+        rows.append(_row(entry, each, seconds))
+    rows.append(_total(entries, costs, seconds))
+    if seconds is None:
+        rows = [row[:-1] for row in rows]
+    lines = [f"  {line}\n" for line in _aligned(rows)]
+    return f"{title} on {ranks}:\n{''.join(lines)}"
+
+
+def _row(entry: Entry, each: Cost, seconds: Callable[[Cost], float] | None) -> Row:
+    """Return the row of an entry."""
+    messages = str(each.messages)
+    if entry.overlapped:
+        messages += f" ({entry.overlapped} overlapped with computation)"
+    return Row(
+        entry.name,
+        _arrays(entry),
+        _bytes(each.sent_bytes),
+        messages,
+        "?" if entry.times is None else str(entry.times),
+        _where(entry),
+        f"{seconds(each):.1e}" if seconds else "",
     )
-    columns = [column for column in zip(*rows, strict=True) if seconds or column[0] != "seconds"]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
-    return f"{title} on {ranks}:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _total(
+    entries: Sequence[Entry], costs: Sequence[Cost], seconds: Callable[[Cost], float] | None
+) -> Row:
+    """Return the row of the sums over the entries, each as often as it is carried out."""
+    messages, sent_bytes, total_seconds, where = 0, 0.0, 0.0, ""
+    for entry, each in zip(entries, costs, strict=True):
+        if entry.times is None:
+            where = "without the collectives of unknown times"
+            continue
+        messages += entry.times * each.messages
+        sent_bytes += entry.times * each.sent_bytes
+        if seconds is not None:
+            total_seconds += entry.times * seconds(each)
+    return Row(
+        "total",
+        sent=_bytes(sent_bytes),
+        messages=str(messages),
+        where=where,
+        seconds=f"{total_seconds:.1e}" if seconds else "",
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with its cells below those of the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _arrays(entry: Entry) -> str:
@@ -136,6 +160,14 @@ def _arrays(entry: Entry) -> str:
         shape, dtype = entry.arrays[0]
         return f"{dtype}{list(shape)}"
     return f"{len(entry.arrays)} of {'/'.join(sorted({dtype for _, dtype in entry.arrays}))}"
+
+
+def _where(entry: Entry) -> str:
+    """Return the loops around an entry, and the first lines of its collectives."""
+    lines = ", ".join(entry.source[:2])
+    if len(entry.source) > 2:
+        lines += ", ..."
+    return f"{entry.path} {lines}".strip()
 
 
 def _bytes(count: float) -> str:
