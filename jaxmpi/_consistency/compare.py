@@ -219,11 +219,11 @@ def _registered(backend: Ranks, fingerprint: int) -> Registered | None:
 
 
 def set_mismatch_handler(backend: Ranks) -> None:
-    """Have `_explain` write the error where messages of a program differ between the ranks."""
-    backend.explain_mismatches(partial(_explain, backend))
+    """Have `_mismatch_text` write the error where a program's messages differ between ranks."""
+    backend.explain_mismatches(partial(_mismatch_text, backend))
 
 
-def _explain(
+def _mismatch_text(
     backend: Ranks, fingerprint: int, message: str | Message | Taken, ranks: Sequence[int]
 ) -> str:
     """Return the text of the error for messages that differ, and keep it for `raise_mismatch`."""

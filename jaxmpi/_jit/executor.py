@@ -200,7 +200,7 @@ class Executor(ABC):
             self._note_agreed(program)
             return out
         except ERRORS_OF_JAX as error:
-            self._explain(error, args, kwargs)
+            self._raise_clearer(error, args, kwargs)
             raise
 
     @abstractmethod
@@ -246,7 +246,7 @@ class Executor(ABC):
             jax.block_until_ready(self._ends.get(get_ident()))
         except jax.errors.JaxRuntimeError as error:
             numbers.note_error()
-            self._explain(error, args, kwargs)
+            self._raise_clearer(error, args, kwargs)
             raise
         numbers.raise_found()
 
@@ -297,7 +297,9 @@ class Executor(ABC):
         if program.compared_call:
             compare.note_agreed(self._backend, program.compared_call.fingerprint)
 
-    def _explain(self, error: Exception, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+    def _raise_clearer(
+        self, error: Exception, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
         """Raise the error of jaxmpi behind an error of JAX, if there is one.
 
         Raises:
@@ -355,14 +357,14 @@ class ComparesInline(Executor):
             self._ends[thread] = end
             if self._numbers is not None:
                 self._numbers.note(end)
-            # Wait after a trace: an error is likelier in a first call, and is explained if it is
+            # Wait after a trace: an error is likelier in a first call, and is made clearer if it is
             # raised here.
             if jitted.traced_program:
                 program, jitted.traced_program = jitted.traced_program, None
                 jax.block_until_ready(end)
                 self._note_agreed(program)
         except ERRORS_OF_JAX as error:
-            self._explain(error, args, kwargs)
+            self._raise_clearer(error, args, kwargs)
             raise
         finally:
             # No trace has taken it if JAX had one of these arguments, as after `_compile`. It is of

@@ -19,7 +19,7 @@ from jaxmpi._jit.program import Program, build_program, refuse_nan_search, watch
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.explain import table
-from jaxmpi._lowering.refuse import explained
+from jaxmpi._lowering.refuse import with_clear_errors
 from jaxmpi._lowering.trace import is_local
 
 __all__ = ["Jitted", "NewProgramError"]
@@ -58,7 +58,7 @@ class Jitted:
         self.plain = jax.jit(self._body(hide_effects=True), **options)
         self.with_end = jax.jit(self._body(hide_effects=True, end=True), **options)
         self.nested = jax.jit(self._body(hide_effects=False), **options)
-        self._local = jax.jit(explained(watched(function), backend.axes), **options)
+        self._local = jax.jit(with_clear_errors(watched(function), backend.axes), **options)
 
     def build(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide_effects: bool = True

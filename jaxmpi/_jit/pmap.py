@@ -342,7 +342,7 @@ def _on_ranks(
         try:
             leaves, structure = jax.tree.flatten(call(*rows))
         except NameError as error:
-            _explain(error, title, name)
+            _raise_clearer(error, title, name)
             raise
         return leaves
 
@@ -363,7 +363,7 @@ def _on_one_device(
     return jax.tree.map(lambda x: lax.squeeze(x, [0]), out)
 
 
-def _explain(error: NameError, title: str, name: str | None) -> None:
+def _raise_clearer(error: NameError, title: str, name: str | None) -> None:
     """Raise a NameError with the axis of a collective, which the pmap does not bind."""
     collective, params, at = _jaxcompat.failed_collective(error)
     if not collective:

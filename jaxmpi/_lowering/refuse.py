@@ -26,13 +26,13 @@ from jaxmpi._leaves import PyTree
 
 __all__ = [
     "Refusals",
-    "explained",
     "refuse",
     "refuse_dtype",
     "refuse_groups",
     "refuse_meshes",
     "refuse_names",
     "refuse_pairs",
+    "with_clear_errors",
 ]
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ def refuse_meshes(jaxpr: AnyJaxpr) -> None:
             )
 
 
-def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[..., T]:
+def with_clear_errors(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[..., T]:
     """Return the function with better texts for the errors of JAX's collectives at tracing."""
 
     @wraps(function)
@@ -249,19 +249,14 @@ def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[.
         ) as error:
             name, params, at = _jaxcompat.failed_collective(error)
             if name:
-                _explain(
-                    error,
-                    f"{name} at {at or 'a line of a library'}",
-                    name,
-                    params,
-                    axes,
-                )
+                where = f"{name} at {at or 'a line of a library'}"
+                _raise_clearer(error, where, name, params, axes)
             raise
 
     return traced
 
 
-def _explain(
+def _raise_clearer(
     error: Exception, where: str, name: str, params: Mapping[str, object], axes: Mapping[str, int]
 ) -> None:
     """Raise an error with what to do about a collective, where JAX's error does not say it.

@@ -24,7 +24,7 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.collectives import broadcast, coordinate, has_groups, over_all_ranks
 from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
 from jaxmpi._lowering.loops import batched_predicate
-from jaxmpi._lowering.refuse import explained, refuse_meshes
+from jaxmpi._lowering.refuse import refuse_meshes, with_clear_errors
 
 __all__ = [
     "Env",
@@ -74,7 +74,7 @@ def trace(
       NameError, NotImplementedError, TypeError, ValueError: the function uses a collective that is
         not supported, with its source line.
     """
-    return inline_traced(make_jaxpr_over(axes, explained(function, axes), avals), axes)
+    return inline_traced(make_jaxpr_over(axes, with_clear_errors(function, axes), avals), axes)
 
 
 def inline_traced(traced: ClosedJaxpr, axes: Mapping[str, int]) -> Traced:
