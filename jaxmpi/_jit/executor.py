@@ -34,7 +34,7 @@ from jaxmpi._jit.program import Program, Run, build_program
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
-__all__ = ["ERRORS_OF_JAX", "ComparesBefore", "ComparesInline", "Executor", "Programs"]
+__all__ = ["ComparesBefore", "ComparesInline", "Executor", "Programs"]
 
 
 # The programs of a function
