@@ -283,7 +283,7 @@ class Executor(ABC):
             return None
         compare.check_consistent(self._backend, program.compared_call, program.signature.details)
         title, (before, after) = self._function.title, program.equal
-        values.compare(self._backend, title, program.arguments, leaves, before)
+        values.compare(self._backend, title, [*map(str, program.arguments)], leaves, before)
 
         def check(out: PyTree) -> PyTree:
             values.compare(self._backend, title, program.outputs, jax.tree.leaves(out), after)

@@ -31,12 +31,12 @@ from jaxmpi._consistency.findings import Finding, is_checked
 from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
-from jaxmpi._jit.program import Program, Start
+from jaxmpi._jit.program import Argument, Program, Start
 from jaxmpi._world import session
 
 __all__ = ["compare", "compare_again", "compare_arguments"]
 
-Checksums = Mapping[str, int]  # of inputs by their names, captured arrays first
+Checksums = Mapping[str, int]  # of inputs by their text, captured arrays first
 
 
 def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
@@ -74,7 +74,7 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
             partial(_divergence, program.forgotten_mean, list(inputs)),
         )
     if program.batch and call and monitor:
-        rows = [program.arguments[i] for i in program.batch]
+        rows = [str(program.arguments[i]) for i in program.batch]
         monitor.gathering.add(
             f"{title} rows {call.fingerprint}", sums, partial(_same_rows, title, rows)
         )
@@ -96,7 +96,7 @@ def compare_arguments(
       leaves: the arrays of its arguments.
 
     Returns:
-      The checksums of the inputs that were compared, by the names of these.
+      The checksums of the inputs that were compared, by the texts of these.
 
     Raises:
       RankMismatchError: on all ranks, an argument that `replicated_argnums` names, or state to
@@ -105,14 +105,14 @@ def compare_arguments(
     call, title = program.compared_call, program.function.title
     assert call is not None
     equal, _ = program.equal
-    replicated = [name for name, same in zip(program.arguments, equal, strict=True) if same]
+    replicated = [str(x) for x, same in zip(program.arguments, equal, strict=True) if same]
     if has_compared_values(backend, call.fingerprint) or program.start is None:
         return {}
     # Checksums take time, so compute only those that are compared below.
     start = program.start
     inputs = program.inputs(leaves)
     sums: dict[str, int] = {}
-    for name in (*replicated, *start.state, *start.keys, *start.with_equal_keys):
+    for name in (*replicated, *start.texts):
         if name not in sums:
             sums[name] = values.checksum(inputs[name])
     # The ranks must agree on the program before they gather checksums of its arguments.
@@ -152,7 +152,7 @@ def _compare_state(
       RankMismatchError: on all ranks, they are about to run other programs or to call something
         else.
     """
-    of_state = [(name, sums[name]) for name in (*start.state, *start.keys, *start.with_equal_keys)]
+    of_state = [(name, sums[name]) for name in start.texts]
     with_state = Call(
         fingerprint_of(f"{call.fingerprint} {of_state}"), call.title, call.fingerprint
     )
@@ -204,7 +204,7 @@ def _compare_without_waiting(program: Program, leaves: Sequence[Leaf]) -> None:
     if exchange is None or start is None or not is_wanted:
         return
     inputs, sums = program.inputs(leaves), {}
-    for name in (*start.state, *start.keys, *start.with_equal_keys):
+    for name in start.texts:
         sums[name] = values.checksum(inputs[name])
     title = program.function.title
     exchange.add(_State(title, start), exchange.next_call(title), sums)
@@ -213,20 +213,20 @@ def _compare_without_waiting(program: Program, leaves: Sequence[Leaf]) -> None:
 def _unequal_state(start: Start, everyone: Sequence[Checksums]) -> tuple[list[str], list[int]]:
     """Return the names of inputs that must be equal and are not, and the ranks that differ."""
     compared = start.state
-    if not any(_outliers(everyone, name) for name in start.keys):
+    if not any(_outliers(everyone, key) for key in start.keys):
         compared = (*compared, *start.with_equal_keys)
     names: list[str] = []
     ranks: set[int] = set()
-    for name in compared:
-        if differ := _outliers(everyone, name):
-            names.append(name.rpartition(": ")[0] or name)
+    for argument in compared:
+        if differ := _outliers(everyone, argument):
+            names.append(argument.name)
             ranks.update(differ)
     return names, sorted(ranks)
 
 
-def _outliers(everyone: Sequence[Checksums], name: str) -> list[int]:
+def _outliers(everyone: Sequence[Checksums], argument: Argument) -> list[int]:
     """Return the ranks whose checksum of an input differs; none if some rank has no such input."""
-    of_ranks = [of_rank.get(name) for of_rank in everyone]
+    of_ranks = [of_rank.get(str(argument)) for of_rank in everyone]
     return [] if None in of_ranks else outliers(of_ranks)
 
 

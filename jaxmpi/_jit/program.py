@@ -36,7 +36,7 @@ from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import inline_traced, trace
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
-__all__ = ["Program", "Run", "Start", "build_program", "refuse_nan_search", "watched"]
+__all__ = ["Argument", "Program", "Run", "Start", "build_program", "refuse_nan_search", "watched"]
 
 
 T = TypeVar("T")
@@ -44,8 +44,25 @@ T = TypeVar("T")
 Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]
 
 
+class Argument(NamedTuple):
+    """An array that a program takes.
+
+    Attributes:
+      name: for users, such as "argument 0['w']".
+      dtype: the name of its dtype; "" for an array from outside, whose text is its name alone.
+      shape: its shape; () for an array from outside.
+    """
+
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}" if self.dtype else self.name
+
+
 class Start(NamedTuple):
-    """Inputs that must be equal on all ranks before a program runs, by their names.
+    """Inputs that must be equal on all ranks before a program runs.
 
     The ranks may have other inputs each, as their programs may differ in what is local.
 
@@ -55,9 +72,14 @@ class Start(NamedTuple):
       with_equal_keys: the inputs that must be equal, too, if all these keys are.
     """
 
-    state: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    with_equal_keys: tuple[str, ...] = ()
+    state: tuple[Argument, ...] = ()
+    keys: tuple[Argument, ...] = ()
+    with_equal_keys: tuple[Argument, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the texts of all of these inputs: the keys of their checksums."""
+        return tuple(map(str, (*self.state, *self.keys, *self.with_equal_keys)))
 
 
 @dataclass(eq=False)
@@ -73,7 +95,7 @@ class Program:
       entries: its collectives.
       signature: what the ranks compare.
       same_module: the traced program, if all ranks must run one compiled module; else None.
-      arguments: for each leaf, its name, dtype and shape.
+      arguments: the leaves.
       donated: for each leaf, whether the outputs may reuse its memory.
       outputs: for each leaf of the outputs, its name.
       equal: which leaves are equal on all ranks, and which leaves of the outputs.
@@ -98,7 +120,7 @@ class Program:
     entries: Sequence[Entry]
     signature: Signature
     same_module: ClosedJaxpr | None
-    arguments: list[str]
+    arguments: list[Argument]
     donated: list[bool]
     outputs: list[str]
     equal: tuple[list[bool], list[bool]]
@@ -143,9 +165,9 @@ class Program:
         return self.numbers.pack(leaves)
 
     def inputs(self, leaves: Sequence[Leaf]) -> dict[str, Leaf]:
-        """Return all inputs by their names: arrays from outside, and the leaves of a call."""
-        names = [*map(_outside, range(len(self.captured))), *self.arguments]
-        return dict(zip(names, [*self.captured, *leaves], strict=True))
+        """Return all inputs by their text: arrays from outside, and the leaves of a call."""
+        arguments = [*map(_outside, range(len(self.captured))), *self.arguments]
+        return dict(zip(map(str, arguments), [*self.captured, *leaves], strict=True))
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
         """Return the outputs for the leaves, inside of a `jax.jit` that traces this."""
@@ -192,8 +214,8 @@ class Program:
         return run
 
 
-def _outside(i: int) -> str:
-    return f"array {i} from outside"
+def _outside(i: int) -> Argument:
+    return Argument(f"array {i} from outside")
 
 
 def _selector(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
@@ -320,7 +342,7 @@ def _build(
     outs, declared = paths_of(tree), declared_outputs(function, tree)
     replicated = [function.replicates(path) and not is_per_rank_leaf(path) for path in ins]
     arguments = [
-        f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
+        Argument(argument_name(path), a.dtype.name, a.shape)
         for path, a in zip(ins, avals, strict=True)
     ]
     found = ProgramFacts(None, replicated, [False] * len(outs), [], [])
@@ -339,7 +361,7 @@ def _build(
         )
         replicated = [*found.replicated]
         # The ranks compare which arguments are replicated, too.
-        names = [name for name, same in zip(arguments, replicated, strict=True) if same]
+        names = [str(x) for x, same in zip(arguments, replicated, strict=True) if same]
         if names:
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     signature = Signature(
@@ -347,7 +369,7 @@ def _build(
         found.entries,
         found.control,
         parameters=parameters,
-        arguments=arguments,
+        arguments=[*map(str, arguments)],
         weak=[a.weak_type for a in avals],
         calls=function.calls,
     )
@@ -368,7 +390,7 @@ def _build(
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
-    start, numbers = _compared_inputs(function, found, len(captured), arguments, avals, backend)
+    start, numbers = _compared_inputs(function, found, len(captured), arguments, backend)
     if not signature.compared_call:
         start = numbers = None
     return Program(
@@ -405,8 +427,7 @@ def _compared_inputs(
     function: Function,
     found: ProgramFacts,
     captured: int,
-    arguments: Sequence[str],
-    avals: Sequence[jax.ShapeDtypeStruct],
+    arguments: Sequence[Argument],
     backend: Ranks,
 ) -> tuple[Start | None, Numbers | None]:
     """Return the inputs whose values the ranks compare before and while they run a program.
@@ -417,16 +438,16 @@ def _compared_inputs(
     if function.calls is not None or len(backend.ranks_here) == backend.place.size:
         return None, None
     carried = found.carried or CarriedState((), (), (), ())
-    names = [*map(_outside, range(captured)), *arguments]
+    inputs = [*map(_outside, range(captured)), *arguments]
     start = None
     if not is_checked("unequal_start", function.allowed):
         # What the user has declared is compared all the same (`first_call.compare_arguments`).
         start = Start() if any(found.replicated) else None
     else:
         start = Start(
-            tuple(names[i] for i in carried.state),
-            tuple(names[i] for i in carried.keys),
-            tuple(names[i] for i in carried.with_equal_keys),
+            tuple(inputs[i] for i in carried.state),
+            tuple(inputs[i] for i in carried.keys),
+            tuple(inputs[i] for i in carried.with_equal_keys),
         )
     # Without numbers, `end` still tells that the call counts.
     checked = carried.numbers if is_checked("unequal_number", function.allowed) else ()
@@ -434,7 +455,7 @@ def _compared_inputs(
     numbers = Numbers(
         function.title,
         indices,
-        tuple(arguments[i].rpartition(": ")[0] for i in indices),
-        tuple(avals[i].dtype.name for i in indices),
+        tuple(arguments[i].name for i in indices),
+        tuple(arguments[i].dtype for i in indices),
     )
     return start, numbers

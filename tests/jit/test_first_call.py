@@ -390,7 +390,7 @@ def test_after_a_difference_another_batch_gets_its_own_program():
     )
     with pytest.raises(jaxmpi.RankMismatchError, match="is named in replicated_argnums"):
         step(jnp.ones(()) + rank, jnp.ones(64))
-    assert step.program(jnp.ones(()), jnp.ones(32)).arguments[1].endswith("float32[32]")
+    assert step.program(jnp.ones(()), jnp.ones(32)).arguments[1].shape == (32,)
     assert float(step(jnp.ones(()), jnp.ones(32) * rank)) == 0.5
 
 
