@@ -89,7 +89,8 @@ def timed(*args, **kwargs):
 analyze.carried_state = timed
 program = step.program(state, x)
 leaves = jax.tree.leaves((state, x))
-assert program.start is not None and len(program.start.state) == ARRAYS + NUMBERS
+state_of_call = program.compared_state
+assert state_of_call is not None and len(state_of_call.state) == ARRAYS + NUMBERS
 assert program.numbers is not None and len(program.numbers.indices) == NUMBERS
 step(state, x)
 

@@ -192,11 +192,11 @@ class Executor(ABC):
         """
         if program.compared_call:
             self._take_the_turn()
-        if program.start is not None:
+        if program.compared_state is not None:
             leaves = self._function.leaves(args, kwargs)
             first_call.compare_arguments(self._backend, program, leaves)
         try:
-            out = self._run_start(program, partial(compiled, *args, **kwargs))
+            out = self._run_ahead_of_time(program, partial(compiled, *args, **kwargs))
             self._note_agreed(program)
             return out
         except ERRORS_OF_JAX as error:
@@ -213,7 +213,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+    def _run_ahead_of_time(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
         """Compare the program, and return the outputs of `call`, which starts it.
 
         Here the program has no extra output to wait for.
@@ -254,7 +254,7 @@ class Executor(ABC):
         """Compare the arguments of the first call after a restore."""
         program, _, leaves, _ = self._programs.find(args, kwargs)
         self._restores = self._backend.registry.restores
-        if program.start is not None:
+        if program.compared_state is not None:
             self._take_the_turn()
             first_call.compare_again(self._backend, program, leaves)
 
@@ -372,7 +372,7 @@ class ComparesInline(Executor):
             jitted.next_program = None
         return out
 
-    def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+    def _run_ahead_of_time(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
         return jax.block_until_ready(call())
 
     def _take_turn(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
@@ -389,7 +389,7 @@ class ComparesInline(Executor):
         """Compare the arguments of a new program, and compile it if ranks share executables."""
         unseen = self._must_compile_together(program)
         self._jitted.announce(program)
-        if program.start is not None:
+        if program.compared_state is not None:
             self._take_the_turn()
             leaves = self._backend.transport.arrays.wrap(self._function.leaves(args, kwargs))
             first_call.compare_arguments(self._backend, program, leaves)
@@ -436,7 +436,7 @@ class ComparesBefore(Executor):
         if not program.compared_call:  # it sends nothing, so it may run on one rank alone
             return run(leaves)[1]
         unseen = self._must_compile_together(program)
-        if program.start is not None:
+        if program.compared_state is not None:
             first_call.compare_arguments(self._backend, program, leaves)
         signature = program.signature
         compare.check_consistent(
@@ -456,7 +456,7 @@ class ComparesBefore(Executor):
             self._numbers.note(end)
         return out
 
-    def _run_start(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
+    def _run_ahead_of_time(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
         if not program.compared_call:
             out = call()
         else:

@@ -31,7 +31,7 @@ from jaxmpi._consistency.findings import Finding, is_checked
 from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
-from jaxmpi._jit.program import Argument, Program, Start
+from jaxmpi._jit.program import Argument, ComparedState, Program
 from jaxmpi._world import session
 
 __all__ = ["compare", "compare_again", "compare_arguments"]
@@ -106,17 +106,17 @@ def compare_arguments(
     assert call is not None
     equal, _ = program.equal
     replicated = [str(x) for x, same in zip(program.arguments, equal, strict=True) if same]
-    if has_compared_values(backend, call.fingerprint) or program.start is None:
+    if has_compared_values(backend, call.fingerprint) or program.compared_state is None:
         return {}
     # Checksums take time, so compute only those that are compared below.
-    start = program.start
+    compared = program.compared_state
     inputs = program.inputs(leaves)
     sums: dict[str, int] = {}
-    for name in (*replicated, *start.texts):
+    for name in (*replicated, *compared.texts):
         if name not in sums:
             sums[name] = values.checksum(inputs[name])
     # The ranks must agree on the program before they gather checksums of its arguments.
-    found = _compare_state(backend, program, call, start, sums)
+    found = _compare_state(backend, program, call, compared, sums)
     if replicated:
         everyone = backend.allgather_object({name: sums[name] for name in replicated})
         _refuse_difference(title, everyone)
@@ -141,7 +141,7 @@ def compare_again(backend: Processes, program: Program, leaves: Sequence[Leaf]) 
 
 
 def _compare_state(
-    backend: Processes, program: Program, call: Call, start: Start, sums: Checksums
+    backend: Processes, program: Program, call: Call, compared: ComparedState, sums: Checksums
 ) -> Finding | None:
     """Compare a program, and the state before it, by one fingerprint of both.
 
@@ -152,7 +152,7 @@ def _compare_state(
       RankMismatchError: on all ranks, they are about to run other programs or to call something
         else.
     """
-    of_state = [(name, sums[name]) for name in start.texts]
+    of_state = [(name, sums[name]) for name in compared.texts]
     with_state = Call(
         fingerprint_of(f"{call.fingerprint} {of_state}"), call.title, call.fingerprint
     )
@@ -171,7 +171,7 @@ def _compare_state(
         raise mismatch_of(programs)
     # All ranks are about to run this program.
     everyone = [dict(report.details["state"]) for report in reports]
-    names, ranks = _unequal_state(start, everyone)
+    names, ranks = _unequal_state(compared, everyone)
     if not names:  # only keys differ, which they may
         continue_after_reports(backend)
         return None
@@ -182,11 +182,11 @@ class _State(NamedTuple):
     """State before a call, which the monitors compare with that of the next rank: a `Stream`."""
 
     title: str
-    start: Start
+    compared: ComparedState
 
     def difference(self, mine: Checksums, theirs: Checksums, rank: int) -> Finding | None:
         """Return the finding for the checksums of this rank and of rank `rank`."""
-        names, _ = _unequal_state(self.start, [mine, theirs])
+        names, _ = _unequal_state(self.compared, [mine, theirs])
         # Of two ranks that differ, nobody here knows which one differs from the others, too.
         return Finding("unequal_start", self.title, names) if names else None
 
@@ -199,25 +199,27 @@ def _compare_without_waiting(program: Program, leaves: Sequence[Leaf]) -> None:
 
     Another rank may have called this function before, so no rank waits.
     """
-    exchange, start = session.neighbors(), program.start
+    exchange, compared = session.neighbors(), program.compared_state
     is_wanted = is_checked("unequal_start", program.function.allowed)
-    if exchange is None or start is None or not is_wanted:
+    if exchange is None or compared is None or not is_wanted:
         return
     inputs, sums = program.inputs(leaves), {}
-    for name in start.texts:
+    for name in compared.texts:
         sums[name] = values.checksum(inputs[name])
     title = program.function.title
-    exchange.add(_State(title, start), exchange.next_call(title), sums)
+    exchange.add(_State(title, compared), exchange.next_call(title), sums)
 
 
-def _unequal_state(start: Start, everyone: Sequence[Checksums]) -> tuple[list[str], list[int]]:
+def _unequal_state(
+    compared: ComparedState, everyone: Sequence[Checksums]
+) -> tuple[list[str], list[int]]:
     """Return the names of inputs that must be equal and are not, and the ranks that differ."""
-    compared = start.state
-    if not any(_outliers(everyone, key) for key in start.keys):
-        compared = (*compared, *start.with_equal_keys)
+    arguments = compared.state
+    if not any(_outliers(everyone, key) for key in compared.keys):
+        arguments = (*arguments, *compared.with_equal_keys)
     names: list[str] = []
     ranks: set[int] = set()
-    for argument in compared:
+    for argument in arguments:
         if differ := _outliers(everyone, argument):
             names.append(argument.name)
             ranks.update(differ)

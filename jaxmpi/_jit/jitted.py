@@ -125,7 +125,7 @@ class Jitted:
     def _is_new(self, program: Program) -> bool:
         """Return whether the ranks still have to compare the values of a program's arguments."""
         call = program.compared_call
-        if self._alone or call is None or program.start is None:
+        if self._alone or call is None or program.compared_state is None:
             return False
         return not compare.has_compared_values(self._backend, call.fingerprint)
 

@@ -36,7 +36,15 @@ from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import inline_traced, trace
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
-__all__ = ["Argument", "Program", "Run", "Start", "build_program", "refuse_nan_search", "watched"]
+__all__ = [
+    "Argument",
+    "ComparedState",
+    "Program",
+    "Run",
+    "build_program",
+    "refuse_nan_search",
+    "watched",
+]
 
 
 T = TypeVar("T")
@@ -61,7 +69,7 @@ class Argument(NamedTuple):
         return f"{self.name}: {self.dtype}{list(self.shape)}" if self.dtype else self.name
 
 
-class Start(NamedTuple):
+class ComparedState(NamedTuple):
     """Inputs that must be equal on all ranks before a program runs.
 
     The ranks may have other inputs each, as their programs may differ in what is local.
@@ -103,8 +111,8 @@ class Program:
       captured: arrays that the function captured from outside.
       forgotten_mean: outputs that may differ after a call with equal inputs; None if there are none
         or the first call has looked at them.
-      start: the state whose values the ranks compare before they run the program, besides the
-        replicated arguments; None if they compare no values.
+      compared_state: the state whose values the ranks compare before they run the program, besides
+        the replicated arguments; None if they compare no values.
       numbers: the numbers that the ranks compare while they train; None if they compare none.
       batch: the indices of leaves that are a rank's rows; if these are equal on all ranks at the
         first call, all compute the same, and a warning says so.
@@ -127,7 +135,7 @@ class Program:
     scalars: list[int]
     captured: Sequence[ArrayLike] = ()
     forgotten_mean: DivergenceCheck | None = None
-    start: Start | None = None
+    compared_state: ComparedState | None = None
     numbers: Numbers | None = None
     batch: Sequence[int] = ()
     announced: bool = False
@@ -390,9 +398,9 @@ def _build(
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
-    start, numbers = _compared_inputs(function, found, len(captured), arguments, backend)
+    compared_state, numbers = _compared_inputs(function, found, len(captured), arguments, backend)
     if not signature.compared_call:
-        start = numbers = None
+        compared_state = numbers = None
     return Program(
         function=function,
         call=call,
@@ -417,7 +425,7 @@ def _build(
         ],
         captured=captured,
         forgotten_mean=found.forgotten_mean,
-        start=start,
+        compared_state=compared_state,
         numbers=numbers,
         batch=found.batch,
     )
@@ -429,7 +437,7 @@ def _compared_inputs(
     captured: int,
     arguments: Sequence[Argument],
     backend: Ranks,
-) -> tuple[Start | None, Numbers | None]:
+) -> tuple[ComparedState | None, Numbers | None]:
     """Return the inputs whose values the ranks compare before and while they run a program.
 
     Whether they compare any follows from the function and from which arguments it replicates, so
@@ -439,12 +447,12 @@ def _compared_inputs(
         return None, None
     carried = found.carried or CarriedState((), (), (), ())
     inputs = [*map(_outside, range(captured)), *arguments]
-    start = None
+    compared_state = None
     if not is_checked("unequal_start", function.allowed):
         # What the user has declared is compared all the same (`first_call.compare_arguments`).
-        start = Start() if any(found.replicated) else None
+        compared_state = ComparedState() if any(found.replicated) else None
     else:
-        start = Start(
+        compared_state = ComparedState(
             tuple(inputs[i] for i in carried.state),
             tuple(inputs[i] for i in carried.keys),
             tuple(inputs[i] for i in carried.with_equal_keys),
@@ -458,4 +466,4 @@ def _compared_inputs(
         tuple(arguments[i].name for i in indices),
         tuple(arguments[i].dtype for i in indices),
     )
-    return start, numbers
+    return compared_state, numbers
