@@ -198,8 +198,7 @@ class MpiRanks(Processes):
 
     def entered(self) -> "Entered":
         """Mark this rank as inside a collective outside of programs, once these allow one."""
-        if threading.get_ident() != self.turn.unchecked:
-            self.turn.take()
+        self.turn.ensure()
         self._comparison.drain()
         return Entered(self)
 
@@ -308,8 +307,7 @@ class MpiRanks(Processes):
 
     def start_vote(self, vote: Vote, title: str) -> Callable[[], Outcome]:
         """Tell all ranks a vote, and go on."""
-        if threading.get_ident() != self.turn.unchecked:
-            self.turn.take()
+        self.turn.ensure()
         if not self.concurrent:
             self.finish()
         if self._votes is None:

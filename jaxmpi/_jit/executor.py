@@ -191,7 +191,7 @@ class Executor(ABC):
           kwargs: the keyword arguments of the call.
         """
         if program.compared_call:
-            self._take_the_turn()
+            self._turn.ensure()
         if program.compared_state is not None:
             leaves = self._function.leaves(args, kwargs)
             first_call.compare_arguments(self._backend, program, leaves)
@@ -226,7 +226,7 @@ class Executor(ABC):
         """
         self._restores = self._backend.registry.restores
         if program.compared_call:
-            self._take_the_turn()
+            self._turn.ensure()
         first_call.compare(self._backend, program, leaves)
         # These keep the traced program alive, and are of no use after the first call.
         program.forgotten_mean, program.batch = None, ()
@@ -241,7 +241,7 @@ class Executor(ABC):
         Another rank may have raised it while a program of this rank was under way. Then that
         program has failed, and its error is raised here.
         """
-        self._take_the_turn()
+        self._turn.ensure()
         try:
             jax.block_until_ready(self._ends.get(get_ident()))
         except jax.errors.JaxRuntimeError as error:
@@ -255,13 +255,8 @@ class Executor(ABC):
         program, _, leaves, _ = self._programs.find(args, kwargs)
         self._restores = self._backend.registry.restores
         if program.compared_state is not None:
-            self._take_the_turn()
+            self._turn.ensure()
             first_call.compare_again(self._backend, program, leaves)
-
-    def _take_the_turn(self) -> None:
-        """Make this thread the one that communicates."""
-        if get_ident() != self._turn.unchecked:
-            self._turn.take()
 
     def _must_compile_together(self, program: Program) -> bool:
         """Return whether ranks share executables and have not yet agreed on this fingerprint."""
@@ -334,8 +329,8 @@ class ComparesInline(Executor):
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
     ) -> PyTree:
         jitted = self._jitted
-        if (thread := get_ident()) != self._turn.unchecked:
-            self._take_turn(args, kwargs)
+        if (thread := get_ident()) != self._turn.unchecked:  # as `Turn.ensure`, without a call
+            self._take_turn_if_it_communicates(args, kwargs)
         try:
             # The program that was found for the first call, so that the trace does not build it
             # again.
@@ -375,7 +370,9 @@ class ComparesInline(Executor):
     def _run_ahead_of_time(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
         return jax.block_until_ready(call())
 
-    def _take_turn(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+    def _take_turn_if_it_communicates(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
         """Make this thread the one that communicates, if the program has collectives.
 
         If no thread is yet, the main thread becomes it without a look at the program, which would
@@ -390,7 +387,7 @@ class ComparesInline(Executor):
         unseen = self._must_compile_together(program)
         self._jitted.announce(program)
         if program.compared_state is not None:
-            self._take_the_turn()
+            self._turn.ensure()
             leaves = self._backend.transport.arrays.wrap(self._function.leaves(args, kwargs))
             first_call.compare_arguments(self._backend, program, leaves)
         if self._jitted.shares:

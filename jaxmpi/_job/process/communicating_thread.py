@@ -74,6 +74,11 @@ class Turn:
         self._finish, self._last, self._lock = finish, last, threading.Lock()
         self._forked = False
 
+    def ensure(self) -> None:
+        """Make this thread the one that communicates, unless it is."""
+        if threading.get_ident() != self.unchecked:
+            self.take()
+
     def take(self) -> None:
         """Make the calling thread the one that communicates.
 
