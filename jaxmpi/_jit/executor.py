@@ -287,7 +287,11 @@ class Executor(ABC):
         return check
 
     def _note_agreed(self, program: Program) -> None:
-        """Note that the ranks have agreed on the program."""
+        """Note that the ranks have agreed on the program.
+
+        Drop its check for a forgotten mean, too: only a first call makes it, and it keeps the
+        traced program alive.
+        """
         program.forgotten_mean = None
         if program.compared_call:
             compare.note_agreed(self._backend, program.compared_call.fingerprint)

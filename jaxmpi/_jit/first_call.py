@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from jaxmpi._analysis.forgotten_mean import DivergenceCheck
 from jaxmpi._backends.base import fingerprint_of
-from jaxmpi._backends.interface import Processes
+from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import (
     continue_after_reports,
@@ -34,7 +34,7 @@ from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Argument, ComparedState, Program
 from jaxmpi._world import session
 
-__all__ = ["compare", "compare_again", "compare_arguments"]
+__all__ = ["compare", "compare_again", "compare_arguments", "must_compare_arguments"]
 
 Checksums = Mapping[str, int]  # of inputs by their text, captured arrays first
 
@@ -80,6 +80,14 @@ def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> Non
         )
 
 
+def must_compare_arguments(backend: Ranks, program: Program) -> bool:
+    """Return whether the ranks still have to compare the arguments that must be equal on all."""
+    call = program.compared_call
+    if call is None or program.compared_state is None:
+        return False
+    return not has_compared_values(backend, call.fingerprint)
+
+
 def compare_arguments(
     backend: Processes, program: Program, leaves: Sequence[Leaf]
 ) -> dict[str, int]:
@@ -104,12 +112,13 @@ def compare_arguments(
     """
     call, title = program.compared_call, program.function.title
     assert call is not None
+    if not must_compare_arguments(backend, program):
+        return {}
+    compared = program.compared_state
+    assert compared is not None
     equal, _ = program.equal
     replicated = [str(x) for x, same in zip(program.arguments, equal, strict=True) if same]
-    if has_compared_values(backend, call.fingerprint) or program.compared_state is None:
-        return {}
     # Checksums take time, so compute only those that are compared below.
-    compared = program.compared_state
     inputs = program.inputs(leaves)
     sums: dict[str, int] = {}
     for name in (*replicated, *compared.texts):

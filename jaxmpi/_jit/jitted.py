@@ -14,6 +14,7 @@ from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency import compare
 from jaxmpi._jit.analyze import declared_outputs
 from jaxmpi._jit.compile_once import shares
+from jaxmpi._jit.first_call import must_compare_arguments
 from jaxmpi._jit.function import Function, checked
 from jaxmpi._jit.program import Program, build_program, refuse_nan_search, watched
 from jaxmpi._job.process import settings
@@ -122,13 +123,6 @@ class Jitted:
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
-    def _is_new(self, program: Program) -> bool:
-        """Return whether the ranks still have to compare the values of a program's arguments."""
-        call = program.compared_call
-        if self._alone or call is None or program.compared_state is None:
-            return False
-        return not compare.has_compared_values(self._backend, call.fingerprint)
-
     def _body(self, *, hide_effects: bool, end: bool = False) -> Callable[..., PyTree]:
         """Return the function that `jax.jit` traces, with the user's name and signature.
 
@@ -142,8 +136,9 @@ class Jitted:
                 refuse_nan_search(self._function.title)
             program = self.build(args, kwargs, hide_effects=hide_effects)
             must_compile = self.shares and program.compared_call and not program.compiled_once
+            must_compare = not self._alone and must_compare_arguments(self._backend, program)
             # `jax.disable_jit` compiles nothing, and runs this body at every call.
-            if end and (must_compile or self._is_new(program)) and not jax.config.jax_disable_jit:
+            if end and (must_compile or must_compare) and not jax.config.jax_disable_jit:
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)
             self.traced_program = None
