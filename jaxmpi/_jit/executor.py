@@ -227,7 +227,7 @@ class Executor(ABC):
         self._restores = self._backend.registry.restores
         if program.compared_call:
             self._turn.ensure()
-        first_call.compare(self._backend, program, leaves)
+        first_call.compare_first_call(self._backend, program, leaves)
         # These keep the traced program alive, and are of no use after the first call.
         program.forgotten_mean, program.batch = None, ()
         # last, because the comparison may raise

@@ -34,12 +34,12 @@ from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Argument, ComparedState, Program
 from jaxmpi._world import session
 
-__all__ = ["compare", "compare_again", "compare_arguments", "must_compare_arguments"]
+__all__ = ["compare_again", "compare_arguments", "compare_first_call", "must_compare_arguments"]
 
 Checksums = Mapping[str, int]  # of inputs by their text, captured arrays first
 
 
-def compare(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
+def compare_first_call(backend: Processes, program: Program, leaves: Sequence[Leaf]) -> None:
     """Compare the arguments of the first call of a program.
 
     **Collective:** if the program has collectives, all ranks that have not run a program with its
