@@ -39,7 +39,7 @@ from jax.tree_util import KeyPath
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import Role, calls_python, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
-from jaxmpi._analysis.forgotten_mean import Pair
+from jaxmpi._analysis.forgotten_mean import NextValue
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._axis import AXIS
@@ -230,7 +230,7 @@ def carried_state(
     ins: Sequence[KeyPath],
     outs: Sequence[KeyPath],
     captured: int,
-    candidates: Sequence[Pair],
+    candidates: Sequence[NextValue],
     *,
     rows: bool = False,
 ) -> CarriedState | None:
@@ -242,30 +242,30 @@ def carried_state(
       outs: the paths of the outputs.
       captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
         arguments' arrays.
-      candidates: the pairs of an input and its next value, as `forgotten_mean.pairs`.
+      candidates: of `forgotten_mean.next_values`.
       rows: whether the arguments have a leading axis of one, as in a pmap.
     """
     shards = [i for i, path in enumerate(outs) if _is_shard(path)]
     if not candidates and not shards:
         return None
     inner, _ = _jaxcompat.parts(jaxpr)
-    inputs = _classified(inner.invars, ins, captured, [pair.source for pair in candidates], rows)
+    inputs = _classified(inner.invars, ins, captured, [each.source for each in candidates], rows)
     bits = _bits(inputs, len(inner.invars), captured)
     origins, keys = _origins(jaxpr, inputs, bits)
     # Only what its next value is computed from is state: gradients that are averaged are not.
     carried = (1 << captured) - 1
-    for pair in candidates:
-        origin = origins[pair.output]
-        carried |= (origin.direct | origin.applied) & 1 << pair.source
+    for each in candidates:
+        origin = origins[each.output]
+        carried |= (origin.direct | origin.applied) & 1 << each.source
     state, numbers = inputs.state & carried, inputs.numbers
     allowed = (state | numbers) & ~keys
     found, found_with_keys, its_keys, trained = 0, 0, 0, 0
     may_differ: Sequence[bool] = ()  # the outputs, by the analysis of groups
-    for pair in candidates:
-        origin, output = origins[pair.output], inner.outvars[pair.output]
-        if isinstance(output, Literal) or not _is_update(origin, 1 << pair.source):
+    for each in candidates:
+        origin, output = origins[each.output], inner.outvars[each.output]
+        if isinstance(output, Literal) or not _is_update(origin, 1 << each.source):
             continue
-        trained |= 1 << pair.source
+        trained |= 1 << each.source
         if origin.reduced < min(2, output.aval.size):
             continue
         others = origin.direct & ~(allowed | keys)
@@ -275,7 +275,7 @@ def carried_state(
         if others and not may_differ:
             differs = [not (allowed | keys) >> i & 1 for i in range(len(inner.invars))]
             may_differ = may_vary(jaxpr, differs, constants=False)
-        if others and may_differ[pair.output]:
+        if others and may_differ[each.output]:
             continue
         if origin.direct & keys:
             found_with_keys |= origin.applied

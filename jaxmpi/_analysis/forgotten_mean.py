@@ -30,14 +30,14 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import is_key, leaf_name, output_name
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
-__all__ = ["DivergenceCheck", "Pair", "pairs"]
+__all__ = ["DivergenceCheck", "NextValue", "next_values"]
 
 Sources: TypeAlias = frozenset[int]  # indices of inputs
 NO_INPUT: Sources = frozenset()
 
 
-class Pair(NamedTuple):
-    """An input of the program, and the output that may be its next value.
+class NextValue(NamedTuple):
+    """An output that may be the next value of an input of the program.
 
     Attributes:
       source: the index of the input, arrays from outside included.
@@ -53,35 +53,35 @@ class Pair(NamedTuple):
 class DivergenceCheck:
     """Outputs of a program that may differ between ranks after a call with equal inputs."""
 
-    def __init__(self, title: str, jaxpr: AnyJaxpr, pairs: Sequence[Pair]) -> None:
-        self._title, self._jaxpr, self._pairs = title, jaxpr, pairs
+    def __init__(self, title: str, jaxpr: AnyJaxpr, candidates: Sequence[NextValue]) -> None:
+        self._title, self._jaxpr, self._candidates = title, jaxpr, candidates
 
     @classmethod
     def find(
-        cls, title: str, jaxpr: AnyJaxpr, candidates: Sequence[Pair]
+        cls, title: str, jaxpr: AnyJaxpr, candidates: Sequence[NextValue]
     ) -> "DivergenceCheck | None":
         """Return the check for a program; None if no output needs one.
 
         Args:
           title: the name of the program, for the warning.
           jaxpr: of `trace.trace`.
-          candidates: its `pairs`.
+          candidates: its `next_values`.
         """
         if not candidates:
             return None
         # Which outputs may differ even if all of the train state is equal?
-        state = {pair.source for pair in candidates}
+        state = {each.source for each in candidates}
         count = len(_jaxcompat.parts(jaxpr)[0].invars)
         differs = [i not in state for i in range(count)]
         varies = may_vary(jaxpr, differs, constants=False, marked=False)
-        if not any(varies[pair.output] for pair in candidates):
+        if not any(varies[each.output] for each in candidates):
             return None
         # Of these, which depend on their input, other than as a gradient does?
         sources = propagate(SOURCES, jaxpr, [frozenset({i}) for i in range(count)])
-        found: list[Pair] = []
-        for pair in candidates:
-            if varies[pair.output] and pair.source in sources[pair.output]:
-                found.append(pair)
+        found: list[NextValue] = []
+        for each in candidates:
+            if varies[each.output] and each.source in sources[each.output]:
+                found.append(each)
         return cls(title, jaxpr, found) if found else None
 
     @property
@@ -99,19 +99,19 @@ class DivergenceCheck:
         """
         varies = may_vary(self._jaxpr, [not same for same in equal], constants=False, marked=False)
         paths: list[KeyPath] = []
-        for pair in self._pairs:
-            if equal[pair.source] and varies[pair.output] and pair.path not in paths:
-                paths.append(pair.path)
+        for each in self._candidates:
+            if equal[each.source] and varies[each.output] and each.path not in paths:
+                paths.append(each.path)
         if not paths:
             return ""
         names = [output_name(paths[0]), *map(leaf_name, paths[1:])]
         return Finding("forgotten_mean", self._title, names).warning()
 
 
-def pairs(
+def next_values(
     jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
-) -> list[Pair]:
-    """Return the pairs of an input and an output with the same path, shape and dtype.
+) -> list[NextValue]:
+    """Return each output with each input that has its path, shape and dtype.
 
     Per-rank leaves are left out.
 
@@ -124,7 +124,7 @@ def pairs(
     """
     inner, _ = _jaxcompat.parts(jaxpr)
     inputs = _inputs_by_key(ins, captured)
-    found: list[Pair] = []
+    found: list[NextValue] = []
     for output, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
         if is_per_rank_leaf(path) or isinstance(v, Literal) or _is_of_each_rank(path, v):
             continue
@@ -132,7 +132,7 @@ def pairs(
             for source in inputs.get(key, []):
                 aval = inner.invars[source].aval
                 if (aval.shape, aval.dtype) == (v.aval.shape, v.aval.dtype):
-                    found.append(Pair(source, output, path))
+                    found.append(NextValue(source, output, path))
     return found
 
 
@@ -145,7 +145,7 @@ def _is_of_each_rank(path: KeyPath, v: Var) -> bool:
     return is_key(v.aval) or "batch_stats" in names
 
 
-# Keys by which inputs and outputs are paired. The key of an input is its path in the argument: the
+# Keys by which an output finds its inputs. The key of an input is its path in the argument: the
 # first two entries of its path, (args or kwargs, position or name), are left out. An argument that
 # is one array has its position or name as the key.
 

@@ -22,7 +22,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._analysis.carried import CarriedState, carried_state
 from jaxmpi._analysis.classify import communicates
 from jaxmpi._analysis.control_slice import Line, control_equations
-from jaxmpi._analysis.forgotten_mean import DivergenceCheck, pairs
+from jaxmpi._analysis.forgotten_mean import DivergenceCheck, next_values
 from jaxmpi._analysis.inner_jaxprs import constants as constants_of
 from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._analysis.primitives import Op, op_of
@@ -115,7 +115,7 @@ def analyze(
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     # Values can be compared at the first call of a function of the user on several processes.
     can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
-    candidates = pairs(jaxpr, ins, outs, len(captured)) if can_compare else ()
+    candidates = next_values(jaxpr, ins, outs, len(captured)) if can_compare else ()
     forgotten_mean = None
     if can_compare and is_checked("forgotten_mean", function.allowed):
         forgotten_mean = DivergenceCheck.find(title, jaxpr, candidates)
@@ -148,7 +148,7 @@ def analyze(
     ]
     batch: Sequence[int] = ()
     if can_compare and function.feeds_rows and entries:
-        state = {pair.source - len(captured) for pair in candidates}
+        state = {each.source - len(captured) for each in candidates}
         batch = _batch(jaxpr, len(ins), state)
     return ProgramFacts(plan, replicated, varies, entries, control, forgotten_mean, batch, carried)
 
