@@ -12,6 +12,7 @@ classify        whether an equation communicates, or contains one that does
 dataflow        facts propagated forward through a program
 slices          equations that some values depend on, found backward
 text            equations as text
+traced_program  a program with the paths of its inputs and outputs
 
 Analyses, each a lattice of facts with rules by primitive, or a slice:
 replication     values that may differ between the ranks, and branches that would deadlock

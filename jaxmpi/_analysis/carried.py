@@ -33,7 +33,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
@@ -42,6 +42,7 @@ from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.forgotten_mean import NextValue
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._analysis.replication import may_vary
+from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._marks import Differs, Equal, mark_of
@@ -226,34 +227,24 @@ def _analysis(bits: _Bits) -> Analysis[Origin]:
 
 
 def carried_state(
-    jaxpr: AnyJaxpr,
-    ins: Sequence[KeyPath],
-    outs: Sequence[KeyPath],
-    captured: int,
-    candidates: Sequence[NextValue],
-    *,
-    rows: bool = False,
+    traced: TracedProgram, candidates: Sequence[NextValue], *, rows: bool = False
 ) -> CarriedState | None:
     """Return the inputs of a program that must be equal on all ranks; None if there are none.
 
     Args:
-      jaxpr: of `trace.trace`.
-      ins: the paths of the arguments' arrays.
-      outs: the paths of the outputs.
-      captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
-        arguments' arrays.
+      traced: the program.
       candidates: of `forgotten_mean.next_values`.
       rows: whether the arguments have a leading axis of one, as in a pmap.
     """
-    shards = [i for i, path in enumerate(outs) if _is_shard(path)]
+    shards = [i for i, path in enumerate(traced.outs) if _is_shard(path)]
     if not candidates and not shards:
         return None
-    inner, _ = _jaxcompat.parts(jaxpr)
-    inputs = _classified(inner.invars, ins, captured, [each.source for each in candidates], rows)
-    bits = _bits(inputs, len(inner.invars), captured)
-    origins, keys = _origins(jaxpr, inputs, bits)
+    inner, _ = _jaxcompat.parts(traced.jaxpr)
+    inputs = _classified(traced, candidates, rows)
+    bits = _bits(inputs, len(inner.invars), traced.captured_count)
+    origins, keys = _origins(traced.jaxpr, inputs, bits)
     # Only what its next value is computed from is state: gradients that are averaged are not.
-    carried = (1 << captured) - 1
+    carried = (1 << traced.captured_count) - 1
     for each in candidates:
         origin = origins[each.output]
         carried |= (origin.direct | origin.applied) & 1 << each.source
@@ -274,7 +265,7 @@ def carried_state(
         # A value that was reduced in groups may be equal on all ranks after a second reduction.
         if others and not may_differ:
             differs = [not (allowed | keys) >> i & 1 for i in range(len(inner.invars))]
-            may_differ = may_vary(jaxpr, differs, constants=False)
+            may_differ = may_vary(traced.jaxpr, differs, constants=False)
         if others and may_differ[each.output]:
             continue
         if origin.direct & keys:
@@ -311,19 +302,14 @@ class _Inputs(NamedTuple):
     raw_keys: int
 
 
-def _classified(
-    invars: Sequence[Var],
-    ins: Sequence[KeyPath],
-    captured: int,
-    sources: Sequence[int],
-    rows: bool,
-) -> _Inputs:
-    """Return the sets of inputs; `sources` are those that an output is the next value of."""
+def _classified(traced: TracedProgram, candidates: Sequence[NextValue], rows: bool) -> _Inputs:
+    """Return the sets of inputs; `rows` is as in `carried_state`."""
+    captured = traced.captured_count
     state, numbers, keys, raw_keys = (1 << captured) - 1, 0, 0, 0
-    for i in sources:
-        state |= 1 << i
-    for i, v in enumerate(invars):
-        if i >= captured and not _is_equal_leaf(ins[i - captured]):
+    for each in candidates:
+        state |= 1 << each.source
+    for i, v in enumerate(_jaxcompat.parts(traced.jaxpr)[0].invars):
+        if i >= captured and not _is_equal_leaf(traced.ins[i - captured]):
             continue
         if _is_key(v.aval):
             keys |= 1 << i

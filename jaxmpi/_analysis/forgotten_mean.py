@@ -25,6 +25,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.replication import may_vary
 from jaxmpi._analysis.text import Text
+from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._consistency.findings import Finding
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import is_key, leaf_name, output_name
@@ -108,24 +109,15 @@ class DivergenceCheck:
         return Finding("forgotten_mean", self._title, names).warning()
 
 
-def next_values(
-    jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
-) -> list[NextValue]:
+def next_values(traced: TracedProgram) -> list[NextValue]:
     """Return each output with each input that has its path, shape and dtype.
 
     Per-rank leaves are left out.
-
-    Args:
-      jaxpr: of `trace.trace`.
-      ins: the paths of the arguments' arrays.
-      outs: the paths of the outputs.
-      captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
-        arguments' arrays.
     """
-    inner, _ = _jaxcompat.parts(jaxpr)
-    inputs = _inputs_by_key(ins, captured)
+    inner, _ = _jaxcompat.parts(traced.jaxpr)
+    inputs = _inputs_by_key(traced)
     found: list[NextValue] = []
-    for output, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
+    for output, (path, v) in enumerate(zip(traced.outs, inner.outvars, strict=True)):
         if is_per_rank_leaf(path) or isinstance(v, Literal) or _is_of_each_rank(path, v):
             continue
         for key in _keys(path):
@@ -150,15 +142,15 @@ def _is_of_each_rank(path: KeyPath, v: Var) -> bool:
 # is one array has its position or name as the key.
 
 
-def _inputs_by_key(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[int]]:
+def _inputs_by_key(traced: TracedProgram) -> Mapping[Hashable, list[int]]:
     """Return the indices of the inputs with each key.
 
     An array that is the only argument has no key: its position says nothing.
     """
     found: dict[Hashable, list[int]] = {}
-    for i, path in enumerate(ins, captured):
+    for i, path in enumerate(traced.ins, traced.captured_count):
         key = tuple(map(str, path[2:])) or path[1]
-        if not is_per_rank_leaf(path) and (len(ins) > 1 or path[2:]):
+        if not is_per_rank_leaf(path) and (len(traced.ins) > 1 or path[2:]):
             found.setdefault(key, []).append(i)
     return found
 

@@ -16,15 +16,14 @@ from functools import cache
 from typing import NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
-from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import COLLECTIVES, Role, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
 from jaxmpi._analysis.primitives import Op, Trait, has
+from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.groups import Groups, groups_along
-from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import output_name
 from jaxmpi._marks import Equal, Shard, Whole, mark_of
 from jaxmpi._per_rank_state import in_shard, shard_axis
@@ -51,36 +50,24 @@ NOTHING = Value()  # the value depends on no shard
 Sizes: TypeAlias = tuple[tuple[str, int], ...]  # (name, number of ranks) of each axis
 
 
-def check_shards(
-    title: str,
-    jaxpr: AnyJaxpr,
-    ins: Sequence[KeyPath],
-    outs: Sequence[KeyPath],
-    captured: int,
-    axes: Mapping[str, int],
-    api: str,
-) -> None:
+def check_shards(traced: TracedProgram, axes: Mapping[str, int], *, api: str, title: str) -> None:
     """Raise a ValueError if a shard in an output depends on several elements of a shard.
 
     Args:
-      title: the name of the program, for the error.
-      jaxpr: of `trace.trace`.
-      ins: the paths of the arguments' arrays.
-      outs: the paths of the outputs.
-      captured: the number of arrays from outside, which are the first inputs of `jaxpr`, before the
-        arguments' arrays.
+      traced: the program.
       axes: the names of the axes of the ranks, and their sizes.
       api: the function of jaxmpi that the user called, for the error.
+      title: the name of the program, for the error.
     """
-    if not any(map(in_shard, outs)):
+    if not any(map(in_shard, traced.outs)):
         return
     sizes = tuple(axes.items())
-    facts = [NOTHING] * captured
-    for path in ins:
+    facts = [NOTHING] * traced.captured_count
+    for path in traced.ins:
         axis = shard_axis(path)
         facts.append(NOTHING if axis is None else _shard_over(axis, sizes))
-    values = propagate(_analysis(sizes), jaxpr, facts)
-    for path, value in zip(outs, values, strict=True):
+    values = propagate(_analysis(sizes), traced.jaxpr, facts)
+    for path, value in zip(traced.outs, values, strict=True):
         if in_shard(path) and value.mixed:
             # An equation inside of a call of optax may have no line of the user's; a caller has.
             where = "a line of a library"

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
 
@@ -28,6 +27,7 @@ from jaxmpi._analysis.inner_jaxprs import equations
 from jaxmpi._analysis.primitives import Op, op_of
 from jaxmpi._analysis.replication import check_replication, may_vary
 from jaxmpi._analysis.shards import check_shards
+from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.findings import is_checked
 from jaxmpi._jit.function import Function, positions
@@ -74,12 +74,8 @@ class ProgramFacts(NamedTuple):
 
 def analyze(
     function: Function,
-    jaxpr: ClosedJaxpr,
-    captured: Sequence[ArrayLike],
-    ins: Sequence[KeyPath],
+    traced: TracedProgram,
     replicated: Sequence[bool],
-    outs: Sequence[KeyPath],
-    declared: Sequence[bool],
     backend: Ranks,
     *,
     hide_effects: bool,
@@ -88,12 +84,8 @@ def analyze(
 
     Args:
       function: the function that was traced.
-      jaxpr: of `trace.trace`.
-      captured: the arrays that the function captured from outside, the first inputs of `jaxpr`.
-      ins: the paths of the other inputs.
-      replicated: which of the other inputs are equal on all ranks.
-      outs: the paths of the outputs, as `paths_of`.
-      declared: which outputs are declared replicated, as `declared_outputs`.
+      traced: its program.
+      replicated: which of the arguments' arrays are equal on all ranks.
       backend: the ranks.
       hide_effects: as in `lower.build`. If it is False, the program may be differentiated later, so
         no mean is fused and no message started early: these have no derivative.
@@ -102,29 +94,27 @@ def analyze(
       ValueError: an output that is declared equal on all ranks may differ; a shard depends on more
         than its own elements.
     """
-    title = function.title
+    title, jaxpr = function.title, traced.jaxpr
     found: tuple[list[bool], list[str]] | None = None
     with suppress(ValueError):
-        found = _varying_outputs(function, jaxpr, captured, replicated, outs, declared, backend)
+        found = _varying_outputs(function, traced, replicated, backend)
     if found is None:
         # Try again with statistics that stay equal counted as replicated. If that is enough, the
         # first call compares them.
-        replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
-        found = _varying_outputs(function, jaxpr, captured, replicated, outs, declared, backend)
+        replicated = _with_statistics(function, traced, replicated)
+        found = _varying_outputs(function, traced, replicated, backend)
     varies, outside = found
-    check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
+    check_shards(traced, backend.axes, api=function.api, title=title)
     # Values can be compared at the first call of a function of the user on several processes.
     can_compare = function.calls is None and len(backend.ranks_here) < backend.place.size
-    candidates = next_values(jaxpr, ins, outs, len(captured)) if can_compare else ()
+    candidates = next_values(traced) if can_compare else ()
     forgotten_mean = None
     if can_compare and is_checked("forgotten_mean", function.allowed):
         forgotten_mean = DivergenceCheck.find(title, jaxpr, candidates)
     carried = None
     checks = [is_checked(name, function.allowed) for name in ("unequal_start", "unequal_number")]
     if can_compare and any(checks):
-        carried = carried_state(
-            jaxpr, ins, outs, len(captured), candidates, rows=function.feeds_rows
-        )
+        carried = carried_state(traced, candidates, rows=function.feeds_rows)
     target = backend.transport.target()
     plan = plan_of(
         jaxpr,
@@ -141,27 +131,27 @@ def analyze(
         entries.append(entry._replace(source=source))
     # If all ranks run one module, its constants must be equal, too.
     if entries and backend.transport.shared_module(jaxpr) is not None and not outside:
-        outside = [*map(_from_outside, [*captured, *constants_of(jaxpr)])]
+        outside = [*map(_from_outside, [*traced.captured, *constants_of(jaxpr)])]
     control = [
-        *control_equations(jaxpr, declared if entries else ()),
+        *control_equations(jaxpr, traced.declared if entries else ()),
         *map(Line, outside),
     ]
     batch: Sequence[int] = ()
     if can_compare and function.feeds_rows and entries:
-        state = {each.source - len(captured) for each in candidates}
-        batch = _batch(jaxpr, len(ins), state)
+        state = {each.source - traced.captured_count for each in candidates}
+        batch = _batch(traced, state)
     return ProgramFacts(plan, replicated, varies, entries, control, forgotten_mean, batch, carried)
 
 
-def _batch(jaxpr: ClosedJaxpr, inputs: int, state: Collection[int]) -> Sequence[int]:
+def _batch(traced: TracedProgram, state: Collection[int]) -> Sequence[int]:
     """Return the indices of the inputs that a train step does not return as state: the batch.
 
     There are none if the program returns no state, or if it asks for its rank: then it may select
     its rows by that.
     """
-    if any(op_of(eqn) is Op.AXIS_INDEX for eqn in equations(jaxpr)):
+    if any(op_of(eqn) is Op.AXIS_INDEX for eqn in equations(traced.jaxpr)):
         return ()
-    return [i for i in range(inputs) if i not in state] if state else ()
+    return [i for i in range(len(traced.ins)) if i not in state] if state else ()
 
 
 def paths_of(tree: PyTreeDef) -> list[KeyPath]:
@@ -170,13 +160,7 @@ def paths_of(tree: PyTreeDef) -> list[KeyPath]:
 
 
 def _varying_outputs(
-    function: Function,
-    jaxpr: ClosedJaxpr,
-    captured: Sequence[ArrayLike],
-    replicated: Sequence[bool],
-    outs: Sequence[KeyPath],
-    declared: Sequence[bool],
-    backend: Ranks,
+    function: Function, traced: TracedProgram, replicated: Sequence[bool], backend: Ranks
 ) -> tuple[list[bool], list[str]]:
     """Return which outputs may differ, and descriptions of captured arrays that must be equal.
 
@@ -185,10 +169,10 @@ def _varying_outputs(
     """
     may_warn = is_checked("repeated_mean", function.allowed)
     warn = may_warn and backend.place.rank == 0
-    every = [True] * len(captured)
+    captured, differ = traced.captured, [not same for same in replicated]
     try:
         varies = _varies(
-            function, jaxpr, every, replicated, outs, declared, constants=True, warn=warn
+            function, traced, [True] * len(captured) + differ, constants=True, warn=warn
         )
         return varies, []
     except ValueError as error:
@@ -196,8 +180,8 @@ def _varying_outputs(
     # Try again with captured arrays counted as replicated. If that is enough, their digests become
     # part of the signature. A program without collectives has no signature, so there it remains an
     # error.
-    constants = [*captured, *constants_of(jaxpr)]
-    if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
+    constants = [*captured, *constants_of(traced.jaxpr)]
+    if not any(map(communicates, _jaxcompat.parts(traced.jaxpr)[0].eqns)) and constants:
         raise ValueError(
             f"{refusal} Or the function uses an array from outside, which counts as different "
             "on each rank: make it an argument."
@@ -205,15 +189,13 @@ def _varying_outputs(
     if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
         raise refusal
     # A reference still counts as different: what a call writes into it may differ.
-    differ = [_is_reference(x) for x in captured]
+    are_references = [_is_reference(x) for x in captured]
     try:
-        varies = _varies(
-            function, jaxpr, differ, replicated, outs, declared, constants=False, warn=False
-        )
+        varies = _varies(function, traced, are_references + differ, constants=False, warn=False)
         return varies, [*map(_from_outside, constants)]
     except ValueError as error:
         refusal = error
-    if any(differ):
+    if any(are_references):
         raise ValueError(
             f"{refusal} Or the function uses a reference from outside, which counts as different "
             "on each rank: make its value, ref[...], an argument, and return the new one."
@@ -222,12 +204,7 @@ def _varying_outputs(
 
 
 def _with_statistics(
-    function: Function,
-    jaxpr: ClosedJaxpr,
-    captured: int,
-    ins: Sequence[KeyPath],
-    replicated: Sequence[bool],
-    outs: Sequence[KeyPath],
+    function: Function, traced: TracedProgram, replicated: Sequence[bool]
 ) -> list[bool]:
     """Return which inputs are equal on all ranks, statistics that stay equal included.
 
@@ -240,50 +217,49 @@ def _with_statistics(
     has within an argument.
     """
     # the candidates: for each statistic of a replicated argument, the outputs with its next value
-    next_values: dict[int, list[int]] = {}
-    for i, path in enumerate(ins):
+    assumed_equal: dict[int, list[int]] = {}
+    for i, path in enumerate(traced.ins):
         if function.replicates(path) and marks_of(path) == [STATISTIC]:
             name = leaf_name(path[2:])
-            next_values[i] = [j for j, out in enumerate(outs) if leaf_name(out[1:]) == name]
+            assumed_equal[i] = [
+                j for j, out in enumerate(traced.outs) if leaf_name(out[1:]) == name
+            ]
     # Assume that all candidates are equal. Drop those whose next value may still differ, and
     # repeat until none is dropped.
     while True:
-        differ = [not (same or i in next_values) for i, same in enumerate(replicated)]
-        varies = may_vary(jaxpr, [True] * captured + differ)
+        differ = [not (same or i in assumed_equal) for i, same in enumerate(replicated)]
+        varies = may_vary(traced.jaxpr, [True] * traced.captured_count + differ)
         left: dict[int, list[int]] = {}
-        for i, outputs in next_values.items():
+        for i, outputs in assumed_equal.items():
             if outputs and not any(varies[j] for j in outputs):
                 left[i] = outputs
-        if left == next_values:
+        if left == assumed_equal:
             return [not differs for differs in differ]
-        next_values = left
+        assumed_equal = left
 
 
 def _varies(
     function: Function,
-    jaxpr: ClosedJaxpr,
-    captured_differ: Sequence[bool],
-    replicated: Sequence[bool],
-    outs: Sequence[KeyPath],
-    declared: Sequence[bool],
+    traced: TracedProgram,
+    differ: Sequence[bool],
     *,
     constants: bool,
     warn: bool,
 ) -> list[bool]:
-    """Return which outputs may differ, given which captured arrays may, and whether `constants` do.
+    """Return which outputs may differ, given which inputs `differ`, and whether `constants` do.
 
     Raises:
       ValueError: an output that is declared replicated may differ, with its name.
     """
     varies = check_replication(
-        jaxpr,
-        [*captured_differ, *(not same for same in replicated)],
+        traced.jaxpr,
+        differ,
         constants=constants,
         warn=warn,
         api=function.api,
         title=function.title,
     )
-    for path, is_declared, differs in zip(outs, declared, varies, strict=True):
+    for path, is_declared, differs in zip(traced.outs, traced.declared, varies, strict=True):
         if differs and is_declared:
             remedy = REMEDIES.get(function.api, REMEDIES["jaxmpi.jit"])
             raise ValueError(

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.carried import CarriedState
 from jaxmpi._analysis.forgotten_mean import DivergenceCheck
+from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.findings import is_checked
 from jaxmpi._consistency.mismatch import Call
@@ -358,12 +359,8 @@ def _build(
         backend.transport.check(Refusals(jaxpr, backend.name))
         found = analyze(
             function,
-            jaxpr,
-            captured,
-            ins,
+            TracedProgram(jaxpr, captured, ins, outs, declared),
             replicated,
-            outs,
-            declared,
             backend,
             hide_effects=hide_effects,
         )
