@@ -33,7 +33,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
@@ -250,23 +250,18 @@ def carried_state(
         carried |= (origin.direct | origin.applied) & 1 << each.source
     state, numbers = inputs.state & carried, inputs.numbers
     allowed = (state | numbers) & ~keys
-    found, found_with_keys, its_keys, trained = 0, 0, 0, 0
-    may_differ: Sequence[bool] = ()  # the outputs, by the analysis of groups
-    for each in candidates:
-        origin, output = origins[each.output], inner.outvars[each.output]
-        if isinstance(output, Literal) or not _is_update(origin, 1 << each.source):
-            continue
-        trained |= 1 << each.source
-        if origin.reduced < min(2, output.aval.size):
-            continue
-        others = origin.direct & ~(allowed | keys)
-        if others & ~bits.group:
-            continue
+    expected = allowed | keys  # inputs that are equal on all ranks, if nothing is wrong
+    if any(origins[each.output].direct & bits.group for each in candidates):
         # A value that was reduced in groups may be equal on all ranks after a second reduction.
-        if others and not may_differ:
-            differs = [not (allowed | keys) >> i & 1 for i in range(len(inner.invars))]
-            may_differ = may_vary(traced.jaxpr, differs, constants=False)
-        if others and may_differ[each.output]:
+        differs = [not expected >> i & 1 for i in range(len(inner.invars))]
+        may_differ = may_vary(traced.jaxpr, differs, constants=False)
+        origins = _without_group(origins, may_differ, bits.group)
+    trained, found, found_with_keys, its_keys = 0, 0, 0, 0
+    for each in candidates:
+        origin, source = origins[each.output], 1 << each.source
+        if _is_update(origin, source):
+            trained |= source
+        if not _is_replicated(origin, source, inner.outvars[each.output].aval, expected):
             continue
         if origin.direct & keys:
             found_with_keys |= origin.applied
@@ -347,6 +342,35 @@ def _origins(jaxpr: AnyJaxpr, inputs: _Inputs, bits: _Bits) -> tuple[list[Origin
     inner, _ = _jaxcompat.parts(jaxpr)
     facts = [Origin(1 << i) for i in range(len(inner.invars))]
     return propagate(_analysis(bits), jaxpr, facts, visit), keys
+
+
+def _without_group(
+    origins: Sequence[Origin], may_differ: Sequence[bool], group: int
+) -> list[Origin]:
+    """Return the origins of the outputs, without the bit `group` in those that cannot differ."""
+    found: list[Origin] = []
+    for origin, differs in zip(origins, may_differ, strict=True):
+        found.append(origin if differs else origin._replace(direct=origin.direct & ~group))
+    return found
+
+
+def _is_replicated(origin: Origin, source: int, aval: AbstractValue, expected: int) -> bool:
+    """Return whether an output is replicated state, by the conditions of the module's docstring.
+
+    Args:
+      origin: of the output.
+      source: the input whose next value it may be, as a set.
+      aval: the type of the output.
+      expected: the inputs that are equal on all ranks, if nothing is wrong.
+    """
+    # condition 1
+    if not _is_update(origin, source):
+        return False
+    # condition 2; `reduced` is 0 if nothing but state was reduced
+    if origin.reduced < min(2, aval.size):
+        return False
+    # condition 3
+    return not origin.direct & ~expected
 
 
 def _is_update(origin: Origin, source: int) -> bool:
