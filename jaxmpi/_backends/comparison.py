@@ -1,7 +1,7 @@
 """Comparison of what the ranks of an MPI job do, and the log of it that the monitor reads.
 
 A `Comparison` belongs to a transport. That of the native transport travels with the messages of
-programs (`native.InlineComparison`). `ComparesBefore` is that of all others: a message of its own,
+programs (`native.InlineComparison`). All others have `SeparateComparison`, a message of its own
 between programs.
 """
 
@@ -18,7 +18,7 @@ from jaxmpi._backends.base import Event, Explain, Message
 from jaxmpi._backends.interface import Processes, Transport
 from jaxmpi._backends.mpi_library import Communicator
 
-__all__ = ["EVENTS", "ComparesBefore", "Comparison", "MpiTransport"]
+__all__ = ["EVENTS", "Comparison", "MpiTransport", "SeparateComparison"]
 
 E = TypeVar("E")
 
@@ -73,7 +73,7 @@ class Comparison(ABC):
         """Return for how long this rank has waited for messages; None where nobody counts it."""
 
 
-class ComparesBefore(Comparison):
+class SeparateComparison(Comparison):
     """Comparison between programs: a reduction of two numbers by MPI."""
 
     def __init__(self, ranks: Processes, objects: Communicator, maximum: object) -> None:

@@ -16,7 +16,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, primitive, wire
 from jaxmpi._backends.base import Branch, Collective, Place, Taken, Target
 from jaxmpi._backends.branches import compare_branches, only_together
-from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
+from jaxmpi._backends.comparison import Comparison, MpiTransport, SeparateComparison
 from jaxmpi._backends.groups import named_groups, position
 from jaxmpi._backends.interface import Limits, LocalArrays, Lowering, Processes
 from jaxmpi._backends.mpi_library import Communicator
@@ -49,7 +49,7 @@ class Mpi4jax(MpiTransport):
         self._index = extension.rank_value(place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
         self.arrays = LocalArrays()
-        self._comparison: ComparesBefore | None = None  # of these ranks, once they have one
+        self._comparison: SeparateComparison | None = None  # of these ranks, once they have one
         compare_branches()
 
     @property
@@ -94,7 +94,7 @@ class Mpi4jax(MpiTransport):
 
     def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:
         """Return a comparison before each program."""
-        self._comparison = ComparesBefore(ranks, objects, maximum)
+        self._comparison = SeparateComparison(ranks, objects, maximum)
         return self._comparison
 
     def compare_branch(

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import lax_collectives
 from jaxmpi._backends.base import Branch, Collective, Place, Target
-from jaxmpi._backends.comparison import ComparesBefore, Comparison, MpiTransport
+from jaxmpi._backends.comparison import Comparison, MpiTransport, SeparateComparison
 from jaxmpi._backends.groups import named_groups
 from jaxmpi._backends.interface import Arrays, Limits, Lowering, Processes, nesting_error
 from jaxmpi._backends.jax_processes import join_jax_processes
@@ -95,7 +95,7 @@ class Xla(MpiTransport):
 
     def comparison(self, ranks: Processes, objects: Communicator, maximum: object) -> Comparison:
         """Return a comparison before each program."""
-        return ComparesBefore(ranks, objects, maximum)
+        return SeparateComparison(ranks, objects, maximum)
 
     def target(self) -> Target:
         """Return XLA's collectives on a few arrays at a time.
