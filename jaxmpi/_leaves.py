@@ -8,7 +8,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxmpi._errors import RankCountError
-from jaxmpi._per_rank_state import MarkKey, mark_of
+from jaxmpi._per_rank_state import PathMarkKey, path_mark_of
 
 __all__ = [
     "PyTree",
@@ -37,7 +37,7 @@ class HasDtype(Protocol):
 
 def leaf_name(path: KeyPath) -> str:
     """Return the name of the leaf at a path for errors, such as "['dense']['kernel']"."""
-    keys = tuple(key if (mark := mark_of(key)) is None else MarkKey(mark) for key in path)
+    keys = tuple(key if (mark := path_mark_of(key)) is None else PathMarkKey(mark) for key in path)
     return jax.tree_util.keystr(keys) or "the argument"
 
 

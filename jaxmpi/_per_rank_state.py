@@ -15,21 +15,21 @@ from jax.tree_util import KeyEntry, KeyPath, PyTreeDef
 __all__ = [
     "PER_RANK",
     "STATISTIC",
-    "Mark",
-    "MarkKey",
+    "PathMark",
+    "PathMarkKey",
     "PerRankState",
     "flatten_with_path",
     "in_shard",
     "is_per_rank_leaf",
     "is_variable",
-    "mark_of",
-    "marks_of",
+    "path_mark_of",
+    "path_marks_of",
     "per_rank_variables",
     "shard_axis",
 ]
 
 
-class Mark(str):
+class PathMark(str):
     """A key in the path of a leaf that tells which ranks have the leaf.
 
     The fields of `PerRankState`, `ShardedArray` and `ShardedState` have marks as their names.
@@ -59,14 +59,14 @@ class Mark(str):
     axis: str | tuple[str, ...] = ()
 
     @classmethod
-    def of_shard(cls, of: tuple[int, ...], ranks: int, axis: str | tuple[str, ...]) -> "Mark":
+    def of_shard(cls, of: tuple[int, ...], ranks: int, axis: str | tuple[str, ...]) -> "PathMark":
         """Return the name of the field `ShardedArray.shard`."""
         mark = cls(f"ShardedArray(of={of}, ranks={ranks}, axis={axis!r}).shard")
         mark.field, mark.of, mark.ranks, mark.axis = "shard", of, ranks, axis
         return mark
 
     @classmethod
-    def of_state(cls, field: str, ranks: int, axis: str | tuple[str, ...]) -> "Mark":
+    def of_state(cls, field: str, ranks: int, axis: str | tuple[str, ...]) -> "PathMark":
         """Return the name of a field of `ShardedState`; it is per rank on several ranks only."""
         mark = cls(f"ShardedState(ranks={ranks}, axis={axis!r}).{field}")
         mark.field, mark.per_rank, mark.state = field, ranks > 1, True
@@ -74,15 +74,15 @@ class Mark(str):
         return mark
 
 
-PER_RANK = Mark("PerRankState.per_rank")
+PER_RANK = PathMark("PerRankState.per_rank")
 PER_RANK.field = "per_rank"
 # `flatten_with_path` puts these before ".value" in the path of a variable
-VARIABLE = Mark("nnx variable of each rank")
-STATISTIC = Mark("nnx batch statistic of each rank")
+VARIABLE = PathMark("nnx variable of each rank")
+STATISTIC = PathMark("nnx batch statistic of each rank")
 
 
-class MarkKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
-    """Pytree key of a field whose name is a `Mark`."""
+class PathMarkKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
+    """Pytree key of a field whose name is a `PathMark`."""
 
     def __str__(self) -> str:
         return f".{self.name.field}" if self.name.field else ""
@@ -119,8 +119,8 @@ class PerRankState:
     def __repr__(self) -> str:
         return f"PerRankState({self.per_rank!r})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, Any]], None]:
-        return ((MarkKey(PER_RANK), self.per_rank),), None
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[PathMarkKey, Any]], None]:
+        return ((PathMarkKey(PER_RANK), self.per_rank),), None
 
     def tree_flatten(self) -> tuple[tuple[Any], None]:
         return (self.per_rank,), None
@@ -165,25 +165,25 @@ def flatten_with_path(
             continue
         mark = STATISTIC if isinstance(node, types[0]) else VARIABLE
         for rest, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf):
-            marked.append(((*path, MarkKey(mark), *rest), leaf))
+            marked.append(((*path, PathMarkKey(mark), *rest), leaf))
     return marked, treedef
 
 
-def mark_of(key: KeyEntry) -> Mark | None:
+def path_mark_of(key: KeyEntry) -> PathMark | None:
     """Return the mark in a key: the name of a field, or the dict key that nnx makes of it."""
     is_field = isinstance(key, jax.tree_util.GetAttrKey)
     name = getattr(key, "name" if is_field else "key", None)
-    return name if isinstance(name, Mark) else None
+    return name if isinstance(name, PathMark) else None
 
 
-def marks_of(path: KeyPath) -> list[Mark]:
+def path_marks_of(path: KeyPath) -> list[PathMark]:
     """Return the marks in the path of a leaf, outermost first."""
-    return [mark for mark in map(mark_of, path) if mark is not None]
+    return [mark for mark in map(path_mark_of, path) if mark is not None]
 
 
 def is_per_rank_leaf(path: KeyPath) -> bool:
     """Return whether each rank has its own value of the leaf at a path of `flatten_with_path`."""
-    marks = marks_of(path)
+    marks = path_marks_of(path)
     # In a `ShardedState`, the mark of the state decides, and not the marks of the shards in it.
     in_state = any(mark.state for mark in marks)
     return any(mark.per_rank for mark in marks if not (in_state and mark.of is not None))
@@ -200,7 +200,7 @@ def shard_axis(path: KeyPath) -> str | tuple[str, ...] | None:
     The arrays in a `ShardedState` belong to `sharded`, which handles them itself, so they do not
     count.
     """
-    marks = marks_of(path)
+    marks = path_marks_of(path)
     if any(mark.state for mark in marks):
         return None
     return next((mark.axis for mark in marks if mark.of is not None), None)

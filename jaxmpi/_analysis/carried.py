@@ -46,7 +46,7 @@ from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._marks import Differs, Equal, mark_of
-from jaxmpi._per_rank_state import is_per_rank_leaf, marks_of
+from jaxmpi._per_rank_state import is_per_rank_leaf, path_marks_of
 
 __all__ = ["CarriedState", "carried_state"]
 
@@ -400,7 +400,7 @@ def _is_number(aval: AbstractValue, rows: bool) -> bool:
 
 def _is_shard(path: KeyPath) -> bool:
     """Return whether a leaf is a shard of an array that all ranks have together."""
-    return any(mark.of is not None and mark.axis == AXIS for mark in marks_of(path))
+    return any(mark.of is not None and mark.axis == AXIS for mark in path_marks_of(path))
 
 
 def _is_equal_leaf(path: KeyPath) -> bool:
@@ -408,7 +408,7 @@ def _is_equal_leaf(path: KeyPath) -> bool:
 
     In the state of `sharded` these are the leaves that are no shards, such as a learning rate.
     """
-    marks = marks_of(path)
+    marks = path_marks_of(path)
     states = [mark for mark in marks if mark.state]
     if not states:
         return not is_per_rank_leaf(path)

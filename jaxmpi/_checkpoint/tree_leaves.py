@@ -24,8 +24,8 @@ from jaxmpi._per_rank_state import (
     PerRankState,
     flatten_with_path,
     is_per_rank_leaf,
-    mark_of,
-    marks_of,
+    path_mark_of,
+    path_marks_of,
     per_rank_variables,
 )
 
@@ -92,7 +92,7 @@ def _name(path: KeyPath) -> str:
     """
     keys = []
     for key in path:
-        mark = mark_of(key)
+        mark = path_mark_of(key)
         if mark is None:
             keys.append(key)
         elif mark.state and mark.field == "master":
@@ -105,11 +105,11 @@ def _leaf(path: KeyPath, x: LeafValue, axes: Mapping[str, int]) -> Leaf:
     # 1. The outermost shards or state of `sharded` must be made for the ranks that there are.
     #    Shards inside of a state have its ranks and its axis.
     for i, key in enumerate(path):
-        mark = mark_of(key)
+        mark = path_mark_of(key)
         if mark and (mark.state or mark.of is not None):
             _check_ranks(path[:i], mark.state, mark.ranks, mark.axis, axes)
             break
-    marks = marks_of(path)
+    marks = path_marks_of(path)
     cuts = [mark for mark in marks if mark.state or mark.of is not None]
     if not cuts:
         return _array(path, x, "per-rank" if is_per_rank_leaf(path) else "replicated")

@@ -169,7 +169,7 @@ class BatchesFeed(Feed):
         self._plan.state = state
 
 
-class Mark(NamedTuple):
+class LoaderPosition(NamedTuple):
     """Place behind an item of a loader."""
 
     epoch: int
@@ -213,11 +213,11 @@ class LoaderFeed(Feed):
     def epoch(self) -> int:
         return self._epoch
 
-    def begin(self) -> Mark:
+    def begin(self) -> LoaderPosition:
         self._open()
         return self._mark()
 
-    def read(self) -> Iterator[tuple[PyTree, Mark]]:
+    def read(self) -> Iterator[tuple[PyTree, LoaderPosition]]:
         while True:
             try:
                 batch = next(self.batches if self.stream else self._iterator)  # type: ignore[call-overload]
@@ -236,19 +236,19 @@ class LoaderFeed(Feed):
                 "loader has in this epoch. Pass the state of a run with the same loader."
             )
 
-    def end(self, abandoned_at: Mark | None = None) -> None:
+    def end(self, abandoned_at: LoaderPosition | None = None) -> None:
         self._epoch, self._count = self._epoch + 1, 0
         self._iterator, self._begun = None, False
         if abandoned_at is not None and self._methods and isinstance(abandoned_at.source, str):
             self._abandoned_at = abandoned_at.source
 
-    def rewind(self, mark: Mark) -> None:
+    def rewind(self, mark: LoaderPosition) -> None:
         self._to(mark.epoch, mark.batches, mark.source if isinstance(mark.source, str) else None)
 
-    def position(self, mark: Mark | None) -> int | None:
+    def position(self, mark: LoaderPosition | None) -> int | None:
         return getattr(self.batches, "position", None) if mark is None else mark.position
 
-    def state(self, mark: Mark | None) -> dict[str, Any]:
+    def state(self, mark: LoaderPosition | None) -> dict[str, Any]:
         if mark is None:
             if not self._opened:
                 self._open()
@@ -258,7 +258,7 @@ class LoaderFeed(Feed):
         state: dict[str, Any] = {"epoch": mark.epoch, "batches": mark.batches}
         return state if mark.source is None else {**state, "source": PerRankState(mark.source)}
 
-    def go_to(self, state: State, mark: Mark | None, *, may_pass_end: bool) -> int | None:
+    def go_to(self, state: State, mark: LoaderPosition | None, *, may_pass_end: bool) -> int | None:
         keys = {"epoch", "batches"} | ({"source"} if "source" in self.state(mark) else set())
         if not isinstance(state, Mapping) or set(state) != keys:
             raise ValueError(
@@ -342,9 +342,9 @@ class LoaderFeed(Feed):
         elif text:
             getattr(source, methods[1])(state)
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> LoaderPosition:
         position = getattr(self.batches, "position", None)
-        return Mark(self._epoch, self._count, self._source(), position)
+        return LoaderPosition(self._epoch, self._count, self._source(), position)
 
     def _source(self) -> str | Exception | None:
         """Return the state of the source as text; "" for the beginning of an epoch."""

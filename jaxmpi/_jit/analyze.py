@@ -33,7 +33,7 @@ from jaxmpi._consistency.findings import is_checked
 from jaxmpi._jit.function import Function, positions
 from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.plan import Entry, Plan, entries_of, plan_of
-from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
+from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, path_marks_of
 
 __all__ = ["ProgramFacts", "analyze", "declared_outputs", "paths_of"]
 
@@ -219,7 +219,7 @@ def _with_statistics(
     # the candidates: for each statistic of a replicated argument, the outputs with its next value
     assumed_equal: dict[int, list[int]] = {}
     for i, path in enumerate(traced.ins):
-        if function.replicates(path) and marks_of(path) == [STATISTIC]:
+        if function.replicates(path) and path_marks_of(path) == [STATISTIC]:
             name = leaf_name(path[2:])
             assumed_equal[i] = [
                 j for j, out in enumerate(traced.outs) if leaf_name(out[1:]) == name

@@ -24,7 +24,7 @@ from jaxmpi._collectives import arrays
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import PyTree, leaf_name
-from jaxmpi._per_rank_state import Mark, MarkKey, marks_of
+from jaxmpi._per_rank_state import PathMark, PathMarkKey, path_marks_of
 from jaxmpi._world import session
 
 __all__ = [
@@ -304,8 +304,8 @@ class ShardedArray:
     )
     __bool__ = __float__ = __int__ = __array__ = __jax_array__ = _refuse
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], "ArrayLayout"]:
-        key = MarkKey(Mark.of_shard(self.of, self.ranks, self.axis))
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[PathMarkKey, PyTree]], "ArrayLayout"]:
+        key = PathMarkKey(PathMark.of_shard(self.of, self.ranks, self.axis))
         return ((key, self.shard),), (self.of, self.ranks, self.axis)
 
     def tree_flatten(self) -> tuple[tuple[PyTree], "ArrayLayout"]:
@@ -338,7 +338,7 @@ def check_sharded_arrays(function: str, tree: PyTree) -> None:
     """
     axes = session.current(function).axes
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_array):
-        if not is_sharded_array(x) or any(mark.state for mark in marks_of(path)):
+        if not is_sharded_array(x) or any(mark.state for mark in path_marks_of(path)):
             continue
         if not {*names(x.axis)} <= {*axes}:
             raise ValueError(

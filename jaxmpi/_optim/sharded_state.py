@@ -32,7 +32,13 @@ from jaxmpi._optim.sharded_array import (
     shard_value,
     size_along,
 )
-from jaxmpi._per_rank_state import Mark, MarkKey, flatten_with_path, is_per_rank_leaf, is_variable
+from jaxmpi._per_rank_state import (
+    PathMark,
+    PathMarkKey,
+    flatten_with_path,
+    is_per_rank_leaf,
+    is_variable,
+)
 from jaxmpi._world import session
 
 __all__ = [
@@ -107,8 +113,8 @@ class ShardedState:
             f"ranks={self.layout.ranks}{over})"
         )
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree], ...], StateLayout]:
-        inner, master = (MarkKey(mark) for mark in _marks(self.layout))
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[PathMarkKey, PyTree], ...], StateLayout]:
+        inner, master = (PathMarkKey(mark) for mark in _marks(self.layout))
         return ((inner, self.parts[0]), (master, self.parts[1])), self.layout
 
     def tree_flatten(self) -> tuple[tuple[PyTree, PyTree], StateLayout]:
@@ -120,9 +126,9 @@ class ShardedState:
         return cls((inner, master), layout)
 
 
-def _marks(layout: StateLayout) -> tuple[Mark, Mark]:
+def _marks(layout: StateLayout) -> tuple[PathMark, PathMark]:
     """Return the keys of the fields `inner` and `master` in a path."""
-    return Mark.of_state("inner", *layout), Mark.of_state("master", *layout)
+    return PathMark.of_state("inner", *layout), PathMark.of_state("master", *layout)
 
 
 def is_sharded_state(x: object) -> TypeGuard[ShardedState]:
@@ -142,7 +148,7 @@ def _is_nnx_dict(x: object) -> bool:
     """
     if not isinstance(x, Mapping) or not x:
         return False
-    return all(isinstance(key, Mark) and (key.state or key.of is not None) for key in x)
+    return all(isinstance(key, PathMark) and (key.state or key.of is not None) for key in x)
 
 
 def from_nnx_dicts(tree: PyTree) -> PyTree:
@@ -170,7 +176,7 @@ def to_nnx_dicts(x: PyTree) -> PyTree:
         return x
 
     def each(y: PyTree) -> PyTree:
-        return {Mark.of_shard(y.of, y.ranks, y.axis): y.shard} if is_sharded_array(y) else y
+        return {PathMark.of_shard(y.of, y.ranks, y.axis): y.shard} if is_sharded_array(y) else y
 
     fields = {}
     for mark, field in zip(_marks(x.layout), x.parts, strict=True):
