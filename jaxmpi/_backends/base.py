@@ -201,42 +201,49 @@ class Place(NamedTuple):
 
 @dataclass
 class Registry:
-    """Facts about the programs of a job, for `_consistency.compare`."""
+    """Facts that a rank remembers between calls.
 
-    # that were traced, by their fingerprints; `_consistency.compare` knows their type
+    They are programs that the ranks have agreed on, errors that are not raised yet, and reports
+    that are made once.
+    """
+
+    # programs that were traced, by fingerprint; `_consistency.compare` knows their type
     programs: dict[int, object] = field(default_factory=dict)
-    run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
+    agreed: set[int] = field(default_factory=set)  # fingerprints on which all ranks have agreed
     # fingerprints of programs before which the values of arguments were compared, since the last
     # restore; and the number of restores
     values_compared: set[int] = field(default_factory=set)
     restores: int = 0
     # the numbers that programs return, by their tags; `_jit.numbers` knows their type
     numbers: dict[int, object] = field(default_factory=dict)
-    # errors that were found on a thread of a program, and not raised yet, by their marks
-    found: dict[str, Exception] = field(default_factory=dict)
+    # the last error that a thread of a program has found, with its mark, until it is raised
+    kept_error: tuple[str, Exception] | None = None
     # the user's line of the last `shard` that gave the ranks parts of different lengths
     uneven_shard: str = ""
     # the user's lines of `shard` whose data the ranks have compared
     shards: set[str] = field(default_factory=set)
-    kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
-    kept: int = 0  # errors so far
+    machines_reported: bool = False  # that ranks compile for themselves, on different machines
+    errors_kept: int = 0  # so far
     mismatches: int = 0  # that all ranks have reported to each other so far
     # what this rank is about to raise on all ranks, for `_consistency.compare`
     raising: Exception | None = None
 
     def keep(self, error: Exception) -> str:
         """Keep an error that XLA will carry as text; return the mark to put into the text."""
-        self.kept += 1
-        mark = f"[jaxmpi error {self.kept}]"
-        self.found = {mark: error}  # an earlier one that nobody has raised is out of date
+        self.errors_kept += 1
+        mark = f"[jaxmpi error {self.errors_kept}]"
+        self.kept_error = mark, error  # an earlier one that nobody has raised is out of date
         return mark
 
     def pop(self, text: str) -> Exception | None:
         """Return the kept error whose mark a text has, once; None if it has no such mark."""
-        for mark in self.found:
-            if mark in text:
-                return self.found.pop(mark)
-        return None
+        if self.kept_error is None:
+            return None
+        mark, error = self.kept_error
+        if mark not in text:
+            return None
+        self.kept_error = None
+        return error
 
 
 class Target(NamedTuple):

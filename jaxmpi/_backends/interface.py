@@ -271,7 +271,7 @@ class Ranks(ABC):
       ranks_here: the ranks whose values this process has.
       axes: the names of the ranks and their sizes: AXIS, then those of `init`.
       transport: carries their programs.
-      registry: facts about their programs.
+      registry: facts that this rank remembers between calls.
       cores_per_rank: cores that a rank may use, on the host with the fewest; the same on all ranks.
       long_operation: with what this rank takes long, for the monitor; "" otherwise.
     """

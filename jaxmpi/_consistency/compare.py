@@ -261,12 +261,12 @@ def raise_mismatch(backend: Ranks, error: Exception) -> None:
 
 def has_agreed(backend: Ranks, fingerprint: int) -> bool:
     """Return whether the ranks have agreed on a program."""
-    return fingerprint in backend.registry.run
+    return fingerprint in backend.registry.agreed
 
 
 def note_agreed(backend: Ranks, fingerprint: int) -> None:
     """Note that the ranks have agreed on a program."""
-    backend.registry.run.add(fingerprint)
+    backend.registry.agreed.add(fingerprint)
 
 
 def has_compared_values(backend: Ranks, fingerprint: int) -> bool:

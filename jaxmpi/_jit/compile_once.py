@@ -159,9 +159,9 @@ def _picklable(error: Exception) -> Exception:
 def _report_machines(backend: Processes, machines: Sequence[Mapping[str, str]]) -> None:
     """Report once, on the first rank whose machine differs from that of rank 0, what differs."""
     other = next((rank for rank, theirs in enumerate(machines) if theirs != machines[0]), None)
-    if other is None or backend.registry.kinds_reported:
+    if other is None or backend.registry.machines_reported:
         return
-    backend.registry.kinds_reported = True
+    backend.registry.machines_reported = True
     if backend.place.rank == other:
         name = next(name for name in machines[0] if machines[0][name] != machines[other][name])
         here, there = (machines[r][name] or "unset" for r in (other, 0))

@@ -274,7 +274,7 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
     machine = compile_once.machine_description() | (
         {"processor": "a slower one"} if jaxmpi.rank() == 2 else {}
     )
-    reported, backend.registry.kinds_reported = backend.registry.kinds_reported, False
+    reported, backend.registry.machines_reported = backend.registry.machines_reported, False
     try:
         with (
             replaced(compile_once, "machine_description", lambda: machine),
@@ -286,7 +286,7 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
                 assert counts == [1, 0, 1]
                 np.testing.assert_allclose(out, expected(number, [3] * 3))
     finally:
-        backend.registry.kinds_reported = reported
+        backend.registry.machines_reported = reported
     if jaxmpi.rank() == 2:
         (line,) = said
         assert line.startswith("processor is a slower one on rank 2 and ")
