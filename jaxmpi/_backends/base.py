@@ -60,20 +60,28 @@ class Collective(NamedTuple):
     permute [s] -> [s], y_q = x_p for each pair (p, q) of `pairs`, zero for a q that is in none;
     compare, of no array, compares the fingerprint; compare_later does so at the first call of a
     program, and later ones are compared with the next message.
+
+    Attributes:
+      kind: one of the above.
+      op: "sum", "max", "min" or "prod", for allreduce and reduce_scatter; "mean" of floats where
+        the backend divides.
+      root: the rank whose array a bcast sends; with `groups`, the rank within each group.
+      pairs: (from, to) for each message of a permute; a rank is at most once on either side.
+      fingerprint: that of the program that it is part of; 0 if it is part of none. Transports that
+        compare programs by their messages need it.
+      groups: the ranks of each group, if it is carried out within groups, whose ranks count from 0;
+        () for all ranks as one group.
+      place: which message of its program it is, from 1; 0 if it is of none. Transports that
+        compare programs by their messages need it.
     """
 
     kind: str
-    # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter; "mean" of floats where the
-    # backend divides
     op: str = ""
-    root: int = 0  # of bcast
-    # of permute: (from, to), each rank at most once on either side
+    root: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
-    # of the program that it is part of, for transports that compare it on the way
     fingerprint: int = 0
-    # within each of these, whose ranks count from 0; () for all ranks as one group
     groups: tuple[tuple[int, ...], ...] = ()
-    place: int = 0  # which message of its program it is, from 1, for the same transports
+    place: int = 0
 
     @property
     def title(self) -> str:
@@ -95,13 +103,12 @@ class Collective(NamedTuple):
         return shape[1:] if self.kind == "reduce_scatter" else shape
 
 
-# In traced code, of the arrays of a message that a program has sent ahead: its number; or, with
-# that, what it has brought.
+# Functions in traced code:
+# send_ahead(collective, arrays) -> number of the message
 SendAhead = Callable[[Collective, Sequence[jax.Array]], jax.Array]
+# take(collective, arrays, number) -> results
 Take = Callable[[Collective, Sequence[jax.Array], jax.Array], list[jax.Array]]
-
-# In traced code: takes arrays that are to be computed before, and returns what a message has
-# brought, and these arrays.
+# wait(before) -> (results, before): computes the arrays `before`, then waits for the message
 Wait = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
 
 
