@@ -71,7 +71,7 @@ class Collective(NamedTuple):
         compare programs by their messages need it.
       groups: the ranks of each group, if it is carried out within groups, whose ranks count from 0;
         () for all ranks as one group.
-      place: which message of its program it is, from 1; 0 if it is of none. Transports that
+      message_index: which message of its program it is, from 1; 0 if it is of none. Transports that
         compare programs by their messages need it.
     """
 
@@ -81,7 +81,7 @@ class Collective(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()
     fingerprint: int = 0
     groups: tuple[tuple[int, ...], ...] = ()
-    place: int = 0
+    message_index: int = 0
 
     @property
     def title(self) -> str:

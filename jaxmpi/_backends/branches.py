@@ -121,9 +121,9 @@ def _uncompared(jaxprs: Sequence[ClosedJaxpr]) -> list[JaxprEqn]:
         if any(eqn.primitive is apart_p for eqn in _jaxcompat.parts(jaxpr)[0].eqns):
             return []  # by `only_together`
         collectives.extend(_collectives(jaxpr))
-    # messages of `jaxmpi.jit` have a place in their program, and are compared by it
+    # messages of `jaxmpi.jit` have an index in their program, and are compared by it
     calls = [eqn.params["call"] for eqn in collectives]
-    return [] if any(call.groups or call.place for call in calls) else collectives
+    return [] if any(call.groups or call.message_index for call in calls) else collectives
 
 
 def _inner(eqn: JaxprEqn) -> Iterator[AnyJaxpr]:

@@ -60,7 +60,7 @@ class Sent(NamedTuple):
 
     program: int  # the program's fingerprint
     message: Message  # the collective and its arrays
-    position: int  # among the messages of its program, from 1; 0 if it is not one of them
+    message_index: int  # which message of its program it is, from 1; 0 if it is of none
 
 
 class Difference(NamedTuple):
@@ -219,8 +219,8 @@ class Native(MpiTransport):
 
     def _fingerprint(self, call: Collective, message: Message) -> int:
         """Return the fingerprint of a message, and keep what it describes."""
-        fingerprint = fingerprint_of(f"{call.fingerprint} {call.place} {message}")
-        self._sent[fingerprint] = Sent(call.fingerprint, message, call.place)
+        fingerprint = fingerprint_of(f"{call.fingerprint} {call.message_index} {message}")
+        self._sent[fingerprint] = Sent(call.fingerprint, message, call.message_index)
         return fingerprint
 
     def _fits(self, dtype: np.dtype) -> bool:
@@ -363,8 +363,8 @@ class InlineComparison(Comparison):
             earlier = Sent(fingerprint, Message("a program of an earlier init"), 0)
             sent = self._transport.described(call or fingerprint) or earlier
             text = str(sent.message)
-            if sent.position:
-                text += f", message {sent.position} of the program"
+            if sent.message_index:
+                text += f", message {sent.message_index} of the program"
             return explain(sent.program, text, members)
 
         self._explain = explain

@@ -279,7 +279,7 @@ def _over_all(call: Collective) -> Collective:
     It is the same message of the same program, so it keeps the fingerprint and the index.
     """
     kind = "alltoall" if call.kind in ("alltoall", "reduce_scatter") else "allgather"
-    return Collective(kind, fingerprint=call.fingerprint, place=call.place)
+    return Collective(kind, fingerprint=call.fingerprint, message_index=call.message_index)
 
 
 def _members(groups: Sequence[Sequence[int]], size: int) -> np.ndarray:

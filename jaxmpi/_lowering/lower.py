@@ -225,8 +225,8 @@ class _ProgramLowering(Lowering[Lowered]):
             f: Callable[Concatenate[Collective, P], T],
         ) -> Callable[Concatenate[Collective, P], T]:
             def call_numbered(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
-                index = next(indices)
-                return f(call._replace(fingerprint=self._fingerprint, place=index), *rest, **named)
+                call = call._replace(fingerprint=self._fingerprint, message_index=next(indices))
+                return f(call, *rest, **named)
 
             return call_numbered
 

@@ -611,7 +611,7 @@ def test_a_collective_that_goes_through_all_ranks_is_the_same_message_of_its_pro
         sent.append(call)
         return [jnp.zeros((4, *x.shape[call.kind == "alltoall" :])) for x in xs]
 
-    call = Collective(kind, "sum", fingerprint=7, groups=((0, 3), (1, 2)), place=5)
+    call = Collective(kind, "sum", fingerprint=7, groups=((0, 3), (1, 2)), message_index=5)
     through_all(run, call, [jnp.ones((2, 3))], np.int32(1))
     (message,) = sent
-    assert (message.fingerprint, message.place, message.groups) == (7, 5, ())
+    assert (message.fingerprint, message.message_index, message.groups) == (7, 5, ())
