@@ -47,30 +47,30 @@ class NativeTransport(Protocol):
         """Return the extension's number of the transport for a collective."""
 
 
-def compare(backend: NativeTransport, fingerprint: int, *, later: bool) -> None:
+def compare(transport: NativeTransport, fingerprint: int, *, later: bool) -> None:
     """Compare a program's fingerprint at its start.
 
     With `later`, calls after the first one of a program are compared with the next message.
     """
-    compare_p.bind(backend=backend, fingerprint=fingerprint, later=later)
+    compare_p.bind(transport=transport, fingerprint=fingerprint, later=later)
 
 
-def record_branch(backend: NativeTransport, fingerprint: int) -> None:
+def record_branch(transport: NativeTransport, fingerprint: int) -> None:
     """Record the branch that a program takes, for the comparison in the next message."""
-    branch_p.bind(backend=backend, fingerprint=fingerprint)
+    branch_p.bind(transport=transport, fingerprint=fingerprint)
 
 
 def run(
-    xs: Sequence[jax.Array], call: Collective, backend: NativeTransport, fingerprint: int
+    xs: Sequence[jax.Array], call: Collective, transport: NativeTransport, fingerprint: int
 ) -> list[jax.Array]:
     """Carry out `call` as one message, on arrays of dtypes that the transport knows."""
-    return native_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)
+    return native_p.bind(*xs, call=call, transport=transport, fingerprint=fingerprint)
 
 
 def start(
     xs: Sequence[jax.Array],
     call: Collective,
-    backend: NativeTransport,
+    transport: NativeTransport,
     fingerprint: int,
     *,
     bucket: bool,
@@ -83,83 +83,83 @@ def start(
     Args:
       xs: the arrays.
       call: the collective.
-      backend: the native transport.
+      transport: the native transport.
       fingerprint: the message's, which the ranks compare.
       bucket: whether it is a part of a large message, and gives the bits that this would give.
       first: whether it is the first message that is started before any is waited for.
     """
     started = start_p.bind(
-        *xs, call=call, backend=backend, fingerprint=fingerprint, bucket=bucket, first=first
+        *xs, call=call, transport=transport, fingerprint=fingerprint, bucket=bucket, first=first
     )
     wait = lambda before: wait_p.bind(
-        *started, *before, started=len(started), arrays=len(xs), backend=backend
+        *started, *before, started=len(started), arrays=len(xs), transport=transport
     )
     return started[: len(xs)], wait
 
 
 def send_ahead(
-    xs: Sequence[jax.Array], call: Collective, backend: NativeTransport, fingerprint: int
+    xs: Sequence[jax.Array], call: Collective, transport: NativeTransport, fingerprint: int
 ) -> jax.Array:
     """Send copies of the arrays; return the number with which a later call takes the results."""
-    return send_ahead_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)[0]
+    return send_ahead_p.bind(*xs, call=call, transport=transport, fingerprint=fingerprint)[0]
 
 
 def take(
     xs: Sequence[jax.Array],
     number: jax.Array,
     call: Collective,
-    backend: NativeTransport,
+    transport: NativeTransport,
     fingerprint: int,
 ) -> list[jax.Array]:
     """Return the results of the message of this number; where there is none, `run` it now."""
-    return take_p.bind(*xs, number, call=call, backend=backend, fingerprint=fingerprint)
+    return take_p.bind(*xs, number, call=call, transport=transport, fingerprint=fingerprint)
 
 
 def _abstract(
-    *xs: ShapedArray, call: Collective, backend: NativeTransport, fingerprint: int
+    *xs: ShapedArray, call: Collective, transport: NativeTransport, fingerprint: int
 ) -> Outputs:
     return [
-        ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs
-    ], backend.effects
+        ShapedArray(call.out_shape(x.shape, transport.place.size), x.dtype) for x in xs
+    ], transport.effects
 
 
-def _abstract_compare(*, backend: NativeTransport, fingerprint: int, later: bool) -> Outputs:
-    return [], backend.effects
+def _abstract_compare(*, transport: NativeTransport, fingerprint: int, later: bool) -> Outputs:
+    return [], transport.effects
 
 
-def _abstract_branch(*, backend: NativeTransport, fingerprint: int) -> Outputs:
-    return [], backend.effects
+def _abstract_branch(*, transport: NativeTransport, fingerprint: int) -> Outputs:
+    return [], transport.effects
 
 
 def _abstract_start(
     *xs: ShapedArray,
     call: Collective,
-    backend: NativeTransport,
+    transport: NativeTransport,
     fingerprint: int,
     bucket: bool,
     first: bool,
 ) -> Outputs:
     sent = [ShapedArray(x.shape, x.dtype) for x in xs]
-    outs, effects = _abstract(*xs, call=call, backend=backend, fingerprint=fingerprint)
+    outs, effects = _abstract(*xs, call=call, transport=transport, fingerprint=fingerprint)
     return (sent if call.kind == "allreduce" else [*sent, *outs]), effects
 
 
 def _abstract_wait(
-    *xs: ShapedArray, started: int, arrays: int, backend: NativeTransport
+    *xs: ShapedArray, started: int, arrays: int, transport: NativeTransport
 ) -> Outputs:
-    return [ShapedArray(x.shape, x.dtype) for x in xs[started - arrays :]], backend.effects
+    return [ShapedArray(x.shape, x.dtype) for x in xs[started - arrays :]], transport.effects
 
 
 def _abstract_send_ahead(
-    *xs: ShapedArray, call: Collective, backend: NativeTransport, fingerprint: int
+    *xs: ShapedArray, call: Collective, transport: NativeTransport, fingerprint: int
 ) -> Outputs:
-    return [ShapedArray(NUMBER.shape, NUMBER.dtype)], backend.effects
+    return [ShapedArray(NUMBER.shape, NUMBER.dtype)], transport.effects
 
 
 def _abstract_take(
-    *args: ShapedArray, call: Collective, backend: NativeTransport, fingerprint: int
+    *args: ShapedArray, call: Collective, transport: NativeTransport, fingerprint: int
 ) -> Outputs:
-    return _abstract(*args[:-1], call=call, backend=backend, fingerprint=fingerprint)
+    return _abstract(*args[:-1], call=call, transport=transport, fingerprint=fingerprint)
 
 
 def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
@@ -171,7 +171,7 @@ def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
 
 def _attributes(
     call: Collective,
-    backend: NativeTransport,
+    transport: NativeTransport,
     fingerprint: int,
     *,
     bucket: bool = False,
@@ -182,9 +182,9 @@ def _attributes(
     Raises:
       ValueError: the extension has no such kind of collective, or no such operation.
     """
-    size = call.count(backend.place.size)
+    size = call.count(transport.place.size)
     sources, dests = _peers(call, size)
-    kinds, operations = backend.native.kinds, backend.native.operations
+    kinds, operations = transport.native.kinds, transport.native.operations
     # a mean is a sum with a divisor, and collectives that reduce nothing ignore the operation
     operation = "sum" if call.op in ("", "mean") else call.op
     if call.kind not in kinds:
@@ -197,7 +197,7 @@ def _attributes(
             f"Use one of {', '.join(operations)}, mean."
         )
     return {
-        "group": np.int32(backend.transport_of(call)),
+        "group": np.int32(transport.transport_of(call)),
         "kind": np.int32(kinds[call.kind]),
         "op": np.int32(operations[operation]),
         "divisor": np.int32(size if call.op == "mean" else 1),
@@ -214,32 +214,32 @@ def _lower(
     *xs: mlir.ir.Value,
     target: str,
     call: Collective,
-    backend: NativeTransport,
+    transport: NativeTransport,
     fingerprint: int,
 ) -> Sequence[mlir.ir.Value]:
-    (effect,) = backend.effects
+    (effect,) = transport.effects
     in_place = (
         {i: i for i in range(len(ctx.avals_out))}
         if call.kind == "allreduce" and target != "send_ahead"
         else {}
     )
     return _jaxcompat.ffi_call_in_order(
-        ctx, f"jaxmpi_{target}", xs, effect, in_place, _attributes(call, backend, fingerprint)
+        ctx, f"jaxmpi_{target}", xs, effect, in_place, _attributes(call, transport, fingerprint)
     )
 
 
 def _lower_compare(
-    ctx: mlir.LoweringRuleContext, *, backend: NativeTransport, fingerprint: int, later: bool
+    ctx: mlir.LoweringRuleContext, *, transport: NativeTransport, fingerprint: int, later: bool
 ) -> Sequence[mlir.ir.Value]:
-    (effect,) = backend.effects
+    (effect,) = transport.effects
     attributes = {"fingerprint": np.int64(fingerprint), "later": np.bool_(later)}
     return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_compare", (), effect, {}, attributes)
 
 
 def _lower_branch(
-    ctx: mlir.LoweringRuleContext, *, backend: NativeTransport, fingerprint: int
+    ctx: mlir.LoweringRuleContext, *, transport: NativeTransport, fingerprint: int
 ) -> Sequence[mlir.ir.Value]:
-    (effect,) = backend.effects
+    (effect,) = transport.effects
     attributes = {"fingerprint": np.int64(fingerprint)}
     return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_branch", (), effect, {}, attributes)
 
@@ -248,13 +248,13 @@ def _lower_start(
     ctx: mlir.LoweringRuleContext,
     *xs: mlir.ir.Value,
     call: Collective,
-    backend: NativeTransport,
+    transport: NativeTransport,
     fingerprint: int,
     bucket: bool,
     first: bool,
 ) -> Sequence[mlir.ir.Value]:
-    (effect,) = backend.effects
-    attributes = _attributes(call, backend, fingerprint, bucket=bucket, first=first)
+    (effect,) = transport.effects
+    attributes = _attributes(call, transport, fingerprint, bucket=bucket, first=first)
     return _jaxcompat.ffi_call_in_order(
         ctx, "jaxmpi_start", xs, effect, {i: i for i in range(len(xs))}, attributes
     )
@@ -265,9 +265,9 @@ def _lower_wait(
     *xs: mlir.ir.Value,
     started: int,
     arrays: int,
-    backend: NativeTransport,
+    transport: NativeTransport,
 ) -> Sequence[mlir.ir.Value]:
-    (effect,) = backend.effects
+    (effect,) = transport.effects
     first = started - arrays
     in_place = {first + i: i for i in range(len(xs) - first)}
     return _jaxcompat.ffi_call_in_order(
