@@ -157,8 +157,8 @@ class Transport(ABC):
         """Carry out `call` on every array of `xs`, where no axis is bound, as under `jax.jit`."""
 
     @abstractmethod
-    def index(self) -> jax.Array | np.int32:
-        """Return this rank's number, an int32, by the same code on all ranks."""
+    def rank(self) -> jax.Array | np.int32:
+        """Return this rank, an int32, by the same code on all ranks."""
 
     @abstractmethod
     def compare(

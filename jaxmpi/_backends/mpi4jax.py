@@ -46,7 +46,7 @@ class Mpi4jax(MpiTransport):
         self._programs: Communicator = mpi.COMM_WORLD.Dup()
         # of this rank's group, for each way to part the ranks
         self._communicators: dict[tuple[tuple[int, ...], ...], Communicator] = {}
-        self._index = extension.rank_value(place.rank)
+        self._rank = extension.rank_value(place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
         self.arrays = LocalArrays()
         self._comparison: SeparateComparison | None = None  # of these ranks, once they have one
@@ -69,7 +69,7 @@ class Mpi4jax(MpiTransport):
 
     def target(self) -> Target:
         """Return collectives as equations of one primitive."""
-        return Target(self.size, partial(primitive.run, transport=self), self.index)
+        return Target(self.size, partial(primitive.run, transport=self), self.rank)
 
     def lower(self, lowering: Lowering[R]) -> R:
         """Make a program one with ordered messages."""
@@ -120,16 +120,16 @@ class Mpi4jax(MpiTransport):
         """Return None: the messages of the turns carry nothing to compare."""
         return None
 
-    def index(self) -> jax.Array | np.int32:
-        """Return this rank's number."""
-        return self._index()
+    def rank(self) -> jax.Array | np.int32:
+        """Return this rank, an int32."""
+        return self._rank()
 
     # messages
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `wire.messages`."""
         if not self.connects(call):
-            return through_all(self.run, call, xs, self.index())
+            return through_all(self.run, call, xs, self.rank())
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
             rows = self.run(Collective("alltoall", groups=call.groups), xs)
             return [reduce_rows(x, call.op) for x in rows]

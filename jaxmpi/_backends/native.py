@@ -101,7 +101,7 @@ class Native(MpiTransport):
         self._mpi, self._concurrent = mpi, concurrent
         self._programs: Communicator = mpi.COMM_WORLD.Dup()
         self.arrays = LocalArrays()
-        self._index = extension.rank_value(place.rank)
+        self._rank = extension.rank_value(place.rank)
         # for each way to divide the ranks into groups: this rank's communicator, and the number of
         # its transport
         self._communicators: dict[tuple[tuple[int, ...], ...], Communicator] = {}
@@ -153,9 +153,9 @@ class Native(MpiTransport):
         """Return the ordered effect of all calls."""
         return frozenset({_jaxcompat.ordered_effect()})
 
-    def index(self) -> jax.Array | np.int32:
-        """Return this rank's number."""
-        return self._index()
+    def rank(self) -> jax.Array | np.int32:
+        """Return this rank, an int32."""
+        return self._rank()
 
     def compares(self, call: Collective) -> bool:
         """Return whether all ranks compare fingerprints in `call`; a group compares its own."""
@@ -200,7 +200,7 @@ class Native(MpiTransport):
             native_calls.compare(self, fingerprint, later=call.kind == "compare_later")
             return []
         if not self.connects(call):
-            return through_all(self.run, call, xs, self.index())
+            return through_all(self.run, call, xs, self.rank())
         fingerprint = self._fingerprint(call, _message(call, xs))
         outs = native_calls.run(on_wire(call, xs, self._fits), call, self, fingerprint)
         return off_wire(call, xs, outs)
@@ -237,7 +237,7 @@ class Native(MpiTransport):
         return Target(
             self.size,
             run,
-            self.index,
+            self.rank,
             overlap=self._overlap(),
             divides=True,
             rounds_once=nodes == 1 or (nodes == self.size and nodes <= few),

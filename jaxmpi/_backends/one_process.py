@@ -254,8 +254,8 @@ class InProcess(Transport):
         return frozenset()
 
     @abstractmethod
-    def index(self) -> jax.Array | np.int32:
-        """Return this rank's number, an int32, in traced code."""
+    def rank(self) -> jax.Array | np.int32:
+        """Return this rank, an int32, in traced code."""
 
     def compare(
         self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
@@ -310,13 +310,13 @@ class Identity(InProcess):
             return [jnp.zeros_like(x) for x in xs]
         return [jnp.reshape(x, call.out_shape(np.shape(x), 1)) for x in xs]
 
-    def index(self) -> np.int32:
-        """Return the number of the only rank."""
+    def rank(self) -> np.int32:
+        """Return the only rank, 0."""
         return np.int32(0)
 
     def target(self) -> Target:
         """Return operations that give back their arrays."""
-        return Target(1, self.run, self.index)
+        return Target(1, self.run, self.rank)
 
     def lower(self, lowering: Lowering[R]) -> R:
         """Make a program one without messages."""
@@ -342,8 +342,8 @@ class Stack(InProcess):
             "inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
         )
 
-    def index(self) -> jax.Array:
-        """Return each rank's number, inside of `jaxmpi.jit`."""
+    def rank(self) -> jax.Array:
+        """Return each rank, an int32, inside of `jaxmpi.jit`."""
         return jax.lax.axis_index(AXIS)
 
     def target(self) -> Target:
@@ -352,10 +352,10 @@ class Stack(InProcess):
         def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
             # `vmap` knows no groups
             if call.groups:
-                return through_all(lax_collectives.run_widened, call, xs, self.index())
+                return through_all(lax_collectives.run_widened, call, xs, self.rank())
             return lax_collectives.run_widened(call, xs)
 
-        return Target(self._size, run, self.index)
+        return Target(self._size, run, self.rank)
 
     def lower(self, lowering: Lowering[R]) -> R:
         """Make a program one of stacked arrays."""

@@ -104,9 +104,7 @@ def _transpose(
     )
     moved = iter(run(back_call, live, transport))
     roots = [group[call.root] for group in call.groups] or [call.root]
-    keep = (
-        jnp.isin(transport.index(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
-    )
+    keep = jnp.isin(transport.rank(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
     outs: list[jax.Array | ad.Zero] = []
     for ct, x in zip(cts, xs, strict=True):
         if type(ct) is ad.Zero:

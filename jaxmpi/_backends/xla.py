@@ -73,8 +73,8 @@ class Xla(MpiTransport):
             "only inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
         )
 
-    def index(self) -> jax.Array:
-        """Return this rank's number, inside of `jaxmpi.jit`."""
+    def rank(self) -> jax.Array:
+        """Return this rank, an int32, inside of `jaxmpi.jit`."""
         return jax.lax.axis_index(AXIS)
 
     def compare(
@@ -107,7 +107,7 @@ class Xla(MpiTransport):
         return Target(
             self._size,
             lax_collectives.run_packed,
-            self.index,
+            self.rank,
             combine=on_cpu,
             keeps_order=not on_cpu,
         )

@@ -127,14 +127,14 @@ def test_collectives_that_only_move_arrays_have_one_module():
 def test_without_the_extension_the_rank_is_right():
     backend = session.current("test")
     transport = backend.transport
-    before, load = transport.index, extension.load
+    before, load = transport.rank, extension.load
 
     def missing():
         raise ImportError("not built")
 
     extension.load = missing
     try:
-        transport.index = extension.rank_value(backend.place.rank)
+        transport.rank = extension.rank_value(backend.place.rank)
         assert int(jaxmpi.jit(lambda x: me() + lax.psum(x, AXIS) - 2)(1)) == jaxmpi.rank()
     finally:
-        extension.load, transport.index = load, before
+        extension.load, transport.rank = load, before
