@@ -105,7 +105,7 @@ mlir.register_lowering(apart_p, mlir.lower_fun(_raise, multiple_results=True))
 
 
 def _before_loop(body: ClosedJaxpr) -> Callable[[], None] | None:
-    """Return what records the start of a loop; None where no record is needed."""
+    """Return a function that records the start of a loop; None where no record is needed."""
     collectives = _uncompared([body])
     if not collectives:
         return None

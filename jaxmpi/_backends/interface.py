@@ -164,7 +164,7 @@ class Transport(ABC):
     def compare(
         self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
     ) -> Callable[[], None] | None:
-        """Return what compares a program of the ranks at its start, in traced code.
+        """Return a function that compares a program at its start, in traced code.
 
         Args:
           fingerprint: that of the program.
@@ -172,7 +172,7 @@ class Transport(ABC):
           calls: all its messages.
 
         Returns:
-          The function to call; None where the ranks compare the program in another way.
+          The function; None where the ranks compare the program in another way.
         """
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Transport(ABC):
 
     @abstractmethod
     def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
-        """Return what compares that the ranks begin a loop; None where they cannot.
+        """Return a function that compares the starts of a loop; None where the ranks cannot.
 
         Args:
           messages: of one turn, in words.

@@ -164,7 +164,7 @@ class Native(MpiTransport):
     def compare(
         self, fingerprint: int, first: Collective | None, calls: Sequence[Collective]
     ) -> Callable[[], None] | None:
-        """Return what compares a program at its start; None where its first message does.
+        """Return a function that compares a program; None where its first message does.
 
         After the first call it travels with the next message, if all ranks take part in all
         messages. Otherwise a rank could wait for those of its group, and these, which have called
@@ -186,7 +186,7 @@ class Native(MpiTransport):
         return _jaxcompat.behind(jaxpr, partial(native_calls.record_branch, self, fingerprint))
 
     def compare_loop(self, messages: Sequence[str]) -> Callable[[], None] | None:
-        """Return what records that a loop begins, as a branch is recorded."""
+        """Return a function that records that a loop begins, as a branch is recorded."""
         text = f"a loop of {', '.join(messages)}"
         fingerprint = fingerprint_of(text)
         self._sent[fingerprint] = Sent(0, Message(text), 0)
@@ -197,7 +197,7 @@ class Native(MpiTransport):
         if call.kind in ("compare", "compare_later"):
             text = "no message yet, in another call of this program"
             fingerprint = self._fingerprint(call, Message(text))
-            native_calls.compare(self, fingerprint, later=call.kind == "compare_later")
+            native_calls.compare_fingerprint(self, fingerprint, later=call.kind == "compare_later")
             return []
         if not self.connects(call):
             return through_all(self.run, call, xs, self.rank())

@@ -27,7 +27,7 @@ from jaxmpi._backends.base import Collective, Place
 from jaxmpi._backends.extension import Extension
 from jaxmpi._backends.sent_ahead import NUMBER
 
-__all__ = ["compare", "record_branch", "run", "send_ahead", "start", "take"]
+__all__ = ["compare_fingerprint", "record_branch", "run", "send_ahead", "start", "take"]
 
 # what a primitive returns, and its effects
 Outputs: TypeAlias = tuple[list[ShapedArray], frozenset[Hashable]]
@@ -47,7 +47,7 @@ class NativeTransport(Protocol):
         """Return the extension's number of the transport for a collective."""
 
 
-def compare(transport: NativeTransport, fingerprint: int, *, later: bool) -> None:
+def compare_fingerprint(transport: NativeTransport, fingerprint: int, *, later: bool) -> None:
     """Compare a program's fingerprint at its start.
 
     With `later`, calls after the first one of a program are compared with the next message.

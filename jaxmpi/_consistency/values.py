@@ -29,7 +29,7 @@ from jaxmpi._errors import MPIError, RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
 
-__all__ = ["EqualLeaf", "check_equal_leaves", "checksum", "compare", "wanted"]
+__all__ = ["EqualLeaf", "check_equal_leaves", "check_equal_values", "checksum", "wanted"]
 
 
 # Checksums
@@ -119,7 +119,7 @@ def wanted() -> bool:
     return settings.get("JAXMPI_CHECK") == "1"
 
 
-def compare(
+def check_equal_values(
     backend: Ranks,
     title: str,
     names: Sequence[str],

@@ -278,10 +278,13 @@ class Executor(ABC):
             return None
         compare.check_consistent(self._backend, program.compared_call, program.signature.details)
         title, (before, after) = self._function.title, program.equal
-        values.compare(self._backend, title, [*map(str, program.arguments)], leaves, before)
+        arguments = [*map(str, program.arguments)]
+        values.check_equal_values(self._backend, title, arguments, leaves, before)
 
         def check(out: PyTree) -> PyTree:
-            values.compare(self._backend, title, program.outputs, jax.tree.leaves(out), after)
+            values.check_equal_values(
+                self._backend, title, program.outputs, jax.tree.leaves(out), after
+            )
             return out
 
         return check
