@@ -8,7 +8,7 @@ models, the shards would form a third one, which is equal on all ranks, so that 
 difference later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -29,7 +29,14 @@ from jaxmpi._errors import MPIError, RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
 
-__all__ = ["EqualLeaf", "check_equal_leaves", "check_equal_values", "checksum", "wanted"]
+__all__ = [
+    "EqualLeaf",
+    "check_equal_leaves",
+    "check_equal_values",
+    "checksum",
+    "first_difference",
+    "wanted",
+]
 
 
 # Checksums
@@ -111,6 +118,19 @@ def _factors() -> np.ndarray:
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
+def first_difference(everyone: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
+    """Return the first name whose checksum differs, and the ranks that differ; None if all agree.
+
+    Args:
+      everyone: for each rank, the checksums of its arrays by their names.
+    """
+    for name in everyone[0]:
+        differ = outliers([of_rank.get(name) for of_rank in everyone])
+        if differ:
+            return name, differ
+    return None
+
+
 # JAXMPI_CHECK=1
 
 
@@ -139,19 +159,18 @@ def check_equal_values(
     for name, x, same in zip(names, leaves, equal, strict=True):
         if same:
             sums[name] = checksum(x)
-    everyone = backend.allgather_object(sums)
-    for name in sums:
-        differ = outliers([of_rank.get(name) for of_rank in everyone])
-        if differ:
-            raise RankMismatchError(
-                f"{title}: {name} is not equal on all ranks: {ranks_have(differ)} other values "
-                "(JAXMPI_CHECK).",
-                advice="Synchronize what is different from the start with jaxmpi.synchronize, and "
-                "look for what changes it on one rank alone.",
-                function=title,
-                leaf=name,
-                ranks=differ,
-            )
+    difference = first_difference(backend.allgather_object(sums))
+    if difference is not None:
+        name, ranks = difference
+        raise RankMismatchError(
+            f"{title}: {name} is not equal on all ranks: {ranks_have(ranks)} other values "
+            "(JAXMPI_CHECK).",
+            advice="Synchronize what is different from the start with jaxmpi.synchronize, and "
+            "look for what changes it on one rank alone.",
+            function=title,
+            leaf=name,
+            ranks=ranks,
+        )
 
 
 # before each rank keeps its shard

@@ -263,15 +263,15 @@ def _same_rows(title: str, rows: Sequence[str], everyone: Sequence[Checksums]) -
 
 def _refuse_difference(title: str, everyone: Sequence[Checksums]) -> None:
     """Raise a RankMismatchError, on all ranks, for the first replicated argument that differs."""
-    for argument in everyone[0]:
-        differ = outliers([of_rank.get(argument) for of_rank in everyone])
-        if differ:
-            raise RankMismatchError(
-                f"{title}: {argument} is named in replicated_argnums, and {ranks_have(differ)} "
-                "other values than the other ranks.",
-                advice="Make it equal before the first step (jaxmpi.synchronize, or for an "
-                "nnx.BatchStat jaxmpi.tree_bcast), or do not name it.",
-                function=title,
-                leaf=argument,
-                ranks=differ,
-            )
+    difference = values.first_difference(everyone)
+    if difference is not None:
+        argument, ranks = difference
+        raise RankMismatchError(
+            f"{title}: {argument} is named in replicated_argnums, and {ranks_have(ranks)} "
+            "other values than the other ranks.",
+            advice="Make it equal before the first step (jaxmpi.synchronize, or for an "
+            "nnx.BatchStat jaxmpi.tree_bcast), or do not name it.",
+            function=title,
+            leaf=argument,
+            ranks=ranks,
+        )
