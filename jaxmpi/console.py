@@ -1,4 +1,4 @@
-"""Printing from many ranks: `print`, `get_logger`, `progress` and `average_metrics`.
+"""Output of many ranks: `print`, `get_logger`, `progress`, and `average_metrics` for the numbers.
 
 They are for scripts that run on all ranks, and that should not fill the screen once per rank.
 """

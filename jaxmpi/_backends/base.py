@@ -186,7 +186,7 @@ class Event(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Collectives that a rank has entered, for those who watch it."""
+    """Collectives that a rank has entered, for the monitor."""
 
     # Collectives and programs. Each rank enters the same ones, so that the numbers of two ranks can
     # be compared; votes aside, which only some of the ranks have to wait for.

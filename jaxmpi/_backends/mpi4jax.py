@@ -174,8 +174,8 @@ class Mpi4jax(MpiTransport):
         rows = call.count(self.size) if call.kind in ("alltoall", "reduce_scatter") else 1
         columns: dict[np.dtype, list[int]] = {}
         for array in arrays:
-            sent_arrays = jax.eval_shape(partial(to_wire, call=call), array)
-            columns.setdefault(sent_arrays.dtype, []).append(prod(sent_arrays.shape) // rows)
+            sent = jax.eval_shape(partial(to_wire, call=call), array)
+            columns.setdefault(sent.dtype, []).append(prod(sent.shape) // rows)
         sent_bytes: list[int] = []
         for dtype, counts in columns.items():
             max_items = wire.MAX_ITEMS // rows

@@ -348,7 +348,7 @@ class MpiRanks(Processes):
         """Return the title of `waiting`, "" outside of it, and the thread that waits."""
         return self._waiting
 
-    def doing(self) -> int:
+    def last_fingerprint(self) -> int:
         """Return the fingerprint of the last collective, or program, that it has entered."""
         return self._comparison.last_fingerprint()
 
@@ -383,7 +383,7 @@ class MpiRanks(Processes):
             arrived.append((status.source, message.recv()))
         return arrived
 
-    def sent(self) -> bool:
+    def all_received(self) -> bool:
         """Return whether everything that was sent has been received, votes among it."""
         self._sending = [request for request in self._sending if not request.test()[0]]
         return not self._sending and not (self._votes and self._votes.pending())

@@ -63,8 +63,8 @@ class Throughput:
     def add(self, samples: int) -> None:
         """Count samples that this rank has worked through."""
         self._samples += samples
-        if (watching := session.monitor()) is not None:  # for `jaxmpi top`
-            watching.samples += samples
+        if (monitor := session.monitor()) is not None:  # for `jaxmpi top`
+            monitor.samples += samples
 
     def read(self) -> Rate:
         """Return the rates since the last `read`, or since the beginning.
@@ -96,8 +96,8 @@ class Throughput:
 
 def _exposed_ns() -> int | None:
     """Return for how long this rank has waited for messages; None if nobody counts it."""
-    watching = session.monitor()
-    return watching.backend.exposed_ns() if watching is not None else None
+    monitor = session.monitor()
+    return monitor.backend.exposed_ns() if monitor is not None else None
 
 
 def measured_speed(backend: Ranks) -> Speed | None:

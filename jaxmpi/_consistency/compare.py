@@ -208,7 +208,7 @@ class Registered(NamedTuple):
 def register_program(
     backend: Ranks, call: Call, sent: Sent, details: Callable[[], Details]
 ) -> None:
-    """Keep what a program sends, for errors and for those who watch the ranks."""
+    """Keep what a program sends, for errors and for the monitor."""
     backend.registry.programs[call.fingerprint] = Registered(call, sent, details)
 
 
@@ -285,7 +285,7 @@ def compare_values_again(backend: Ranks) -> None:
     backend.registry.restores += 1
 
 
-# fingerprints in words, for those who watch the ranks
+# fingerprints in words, for the monitor
 
 
 def describe(backend: Processes, fingerprint: int, *, lately: bool = False) -> str:

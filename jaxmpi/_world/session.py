@@ -214,8 +214,8 @@ def world() -> World | None:
 
 def monitor() -> Monitor | None:
     """Return this rank's monitor, or None if there is none that can talk to the others."""
-    watching = None if _session is None else _session.monitor
-    return watching if watching is not None and watching.listening else None
+    monitor = None if _session is None else _session.monitor
+    return monitor if monitor is not None and monitor.listening else None
 
 
 def neighbors() -> NeighborExchange | None:

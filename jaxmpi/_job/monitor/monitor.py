@@ -82,7 +82,7 @@ def doing(backend: MpiRanks) -> Doing:
     entered, _, inside, _ = backend.progress()
     if not entered:
         return Doing("before")
-    fingerprint = backend.doing()
+    fingerprint = backend.last_fingerprint()
     call = compare.describe(backend, fingerprint)
     if not inside:
         return Doing("after", call)
@@ -375,7 +375,7 @@ class Monitor:
                 raise RuntimeError("the thread that watches this rank does not end")
         # The others have received what this rank sent, and every rank is here: only then may the
         # communicators, and MPI, end.
-        self._wait(self.backend.sent)
+        self._wait(self.backend.all_received)
         self._wait(self.backend.everyone_leaves())
         self._dismiss_reporter()
         # What the others sent before they came here.
