@@ -205,7 +205,8 @@ def describe(taken: Sequence[Taken], memory: str) -> str:
     elif len(gpus) == len(having):
         whose = f"{len(having)} ranks, each with a {noun} of its own"
     else:
-        whose = f"{len(having)} ranks share {len(gpus)} {noun}" + "s" * (len(gpus) > 1)
+        nouns = f"{noun}s" if len(gpus) > 1 else noun
+        whose = f"{len(having)} ranks share {len(gpus)} {nouns}"
     if len(having) < len(taken):
         whose += f" ({len(taken) - len(having)} more without)"
     if not first.variable:

@@ -208,7 +208,8 @@ def _put_into_words(
 
 def in_words(ranks: Sequence[int]) -> str:
     """Return ranks as text, such as "rank 1" or "ranks 0, 2"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def ranks_have(ranks: Sequence[int]) -> str:

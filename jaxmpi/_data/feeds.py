@@ -147,10 +147,10 @@ class BatchesFeed(Feed):
         finally:
             _close(items)
         if number != steps:
-            more = "more than " * (number > steps)
+            given = f"more than {steps}" if number > steps else str(number)
             raise ValueError(
-                f"prefetch: read gave {more}{min(number, steps)} batches for {steps} batches of "
-                "rows. Return one for each, or the state means nothing."
+                f"prefetch: read gave {given} batches for {steps} batches of rows. Return one for "
+                "each, or the state means nothing."
             )
 
     def end(self, abandoned_at: Cursor | None = None) -> None:
