@@ -14,10 +14,10 @@ import jax
 from jaxmpi._jaxcompat import started_without
 
 __all__ = [
-    "Taken",
+    "RankGpu",
     "choose",
     "describe",
-    "enough",
+    "each_has_own_gpu",
     "has_plugin",
     "listed_in",
     "memory_of_one",
@@ -60,7 +60,7 @@ _MEMORY = (
 )
 
 
-class Taken(NamedTuple):
+class RankGpu(NamedTuple):
     """The GPU of one rank, for the line that `init` prints."""
 
     host: str
@@ -101,7 +101,7 @@ def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | N
     return names[mine]
 
 
-def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
+def each_has_own_gpu(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
     """Return whether each rank has a GPU of its own, between which NCCL works.
 
     It does not between MIG slices: two of a GPU are one GPU for it.
@@ -138,16 +138,21 @@ def unique(name: str) -> str:
     return name
 
 
-def sharing(taken: Sequence[tuple[str, str | None]], rank: int) -> list[int]:
-    """Return the ranks that have the GPU of `rank`.
+def sharing(gpus: Sequence[RankGpu], rank: int) -> list[int]:
+    """Return the ranks that have the GPU of `rank`; none if it has no GPU.
 
     Args:
-      taken: for each rank, its host and the GPU that it has taken there.
-      rank: this rank.
+      gpus: the GPU of each rank, with names that are equal for one GPU only.
+      rank: one of the ranks.
     """
-    if taken[rank][1] is None:
+    mine = gpus[rank]
+    if mine.gpu is None:
         return []
-    return [other for other, theirs in enumerate(taken) if theirs == taken[rank]]
+    same = []
+    for other, theirs in enumerate(gpus):
+        if (theirs.host, theirs.gpu) == (mine.host, mine.gpu):
+            same.append(other)
+    return same
 
 
 def share_memory(ranks: int) -> str:
@@ -187,7 +192,7 @@ def _is_slice(name: str) -> bool:
     return name.startswith("MIG-")
 
 
-def describe(taken: Sequence[Taken], memory: str) -> str:
+def describe(taken: Sequence[RankGpu], memory: str) -> str:
     """Return one line about the GPUs of all ranks; "" where none has one.
 
     Args:

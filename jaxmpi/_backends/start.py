@@ -240,47 +240,72 @@ def take_device(launched: int, devices: Sequence[int] | None, *, over_xla: bool 
       MPIError: as in `nccl.check_versions` and `nccl.allow_sharing`.
     """
     mpi = import_mpi4py(launched)
-    world, host = mpi.COMM_WORLD, os.uname().nodename
+    world = mpi.COMM_WORLD
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank = node.rank
     node.Free()
 
-    def choose() -> tuple[str, str | None, int, str]:
-        listed, variable = len(_devices.visible(devices)), _devices.listed_in()
-        return host, _devices.choose(local_rank, world.size, devices), listed, variable
-
-    chosen = gathered(launched, choose)
-    taken = [(its_host, gpu) for its_host, gpu, _, _ in chosen]
-    names = [gpu for gpu in taken if gpu[1] is not None]
-    memory = _devices.memory_of_one() if names else ""
-    # Of equal numbers, each may be another GPU, where the launcher shows each rank its own.
-    if len(set(names)) < len(names):
-        mine = taken[world.rank][1]
-        taken = gathered(launched, lambda: (host, mine and _devices.unique(mine)))
-        ranks = _devices.sharing(taken, world.rank)
-        if len(ranks) > 1:
-            memory = _devices.share_memory(len(ranks))
-            if ranks[0] == world.rank:
-                warnings.warn(
-                    f"init: ranks {ranks} share GPU {mine} of {host}: they take turns unless "
-                    f"CUDA's MPS runs (`jaxmpi run --mps`), and {memory}. Start one rank per GPU.",
-                    stacklevel=5,
-                )
-    described = []
-    for (its_host, gpu), (_, _, listed, variable) in zip(taken, chosen, strict=True):
-        described.append(_devices.Taken(its_host, gpu, listed, variable))
-    line = _devices.describe(described, memory)
-    if names and over_xla:
-        line += _check_nccl(launched, taken, world.rank)
+    chosen = gathered(launched, partial(_choose_gpu, local_rank, world.size, devices))
+    if all(one.gpu is None for one in chosen):
+        return ""
+    gpus, memory = _share_gpus(launched, chosen, world.rank)
+    ranks = _devices.sharing(gpus, world.rank)
+    if len(ranks) > 1 and ranks[0] == world.rank:
+        mine = chosen[world.rank]
+        warnings.warn(
+            f"init: ranks {ranks} share GPU {mine.gpu} of {mine.host}: they take turns unless "
+            f"CUDA's MPS runs (`jaxmpi run --mps`), and {memory}. Start one rank per GPU.",
+            stacklevel=5,
+        )
+    line = _devices.describe(gpus, memory)
+    if over_xla:
+        line += _check_nccl(launched, gpus, world.rank)
     return line
 
 
-def _check_nccl(launched: int, taken: Sequence[tuple[str, str | None]], rank: int) -> str:
+def _choose_gpu(local_rank: int, size: int, devices: Sequence[int] | None) -> _devices.RankGpu:
+    """Choose this rank's GPU, and hide the others from JAX.
+
+    The arguments and errors are those of `_devices.choose`.
+    """
+    # Look at the list first: choosing a MIG slice changes it.
+    listed, variable = len(_devices.visible(devices)), _devices.listed_in()
+    gpu = _devices.choose(local_rank, size, devices)
+    return _devices.RankGpu(os.uname().nodename, gpu, listed, variable)
+
+
+def _share_gpus(
+    launched: int, chosen: Sequence[_devices.RankGpu], rank: int
+) -> tuple[Sequence[_devices.RankGpu], str]:
+    """Give each rank of a GPU an equal share of its memory.
+
+    Args:
+      launched: the number of ranks in the launcher's environment.
+      chosen: the GPU of each rank.
+      rank: this rank.
+
+    Returns:
+      (gpus, memory): the GPU of each rank, with names that are equal for one GPU only; and what
+      becomes of the memory of this rank's GPU, in words.
+    """
+    names = [(one.host, one.gpu) for one in chosen if one.gpu is not None]
+    if len(set(names)) == len(names):
+        return chosen, _devices.memory_of_one()
+    # Equal numbers may be different GPUs, where the launcher shows each rank its own.
+    mine = chosen[rank]
+    gpus = gathered(launched, lambda: mine._replace(gpu=mine.gpu and _devices.unique(mine.gpu)))
+    ranks = _devices.sharing(gpus, rank)
+    if len(ranks) > 1:
+        return gpus, _devices.share_memory(len(ranks))
+    return gpus, _devices.memory_of_one()
+
+
+def _check_nccl(launched: int, gpus: Sequence[_devices.RankGpu], rank: int) -> str:
     """Check NCCL on all ranks, and let those that share a GPU do so; return how, in words.
 
     Args:
       launched: the number of ranks in the launcher's environment.
-      taken: for each rank, its host and the GPU that it has taken there.
+      gpus: the GPU of each rank.
       rank: this rank.
     """
     # All ranks answer, also one without a GPU or with one of AMD's, whose RCCL is not asked.
@@ -288,7 +313,7 @@ def _check_nccl(launched: int, taken: Sequence[tuple[str, str | None]], rank: in
     uses = gathered(launched, _devices.uses_nccl)
     nccl.check_versions(everyone)
     on_gpu = []
-    for other in range(len(taken)):
-        on_gpu.append(_devices.sharing(taken, other) if uses[other] else [])
+    for other in range(len(gpus)):
+        on_gpu.append(_devices.sharing(gpus, other) if uses[other] else [])
     shared = nccl.allow_sharing(everyone, on_gpu, rank, os.environ)
     return f"; {shared}" if shared else ""

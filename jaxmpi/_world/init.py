@@ -204,12 +204,12 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     from jaxmpi._backends.start import gathered
 
     shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
-    if any(names for _, names in shown) and not _devices.enough(shown):
+    if any(names for _, names in shown) and not _devices.each_has_own_gpu(shown):
         shown = gathered(
             launched,
             lambda: (socket.gethostname(), [*map(_devices.unique, _devices.visible(devices))]),
         )
-    return "xla" if _devices.enough(shown) else "mpi"
+    return "xla" if _devices.each_has_own_gpu(shown) else "mpi"
 
 
 def _join(

@@ -510,9 +510,9 @@ def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
     ],
 )
 def test_xla_is_the_default_with_a_gpu_for_every_rank(shown, enough):
-    assert _devices.enough([(host, list(names)) for host, names in shown]) is enough
+    assert _devices.each_has_own_gpu([(host, list(names)) for host, names in shown]) is enough
     slices = [(host, [f"MIG-{name}" for name in names]) for host, names in shown]
-    assert not _devices.enough(slices)  # NCCL takes two slices of a GPU for one GPU
+    assert not _devices.each_has_own_gpu(slices)  # NCCL takes two slices of a GPU for one GPU
 
 
 @pytest.mark.parametrize(
