@@ -54,7 +54,9 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     `sharded`, the gradients that `accumulate` has, and what a codec has not sent.
 
     **Collective:** every rank calls it, with the same root and strict.
-    **Communication:** a hash, then every dtype's bytes in one broadcast from root.
+    **Communication:** 16 bytes are compared, and a digest of the structure is gathered. Then root
+    broadcasts Python numbers, if there are some, and the bytes of each dtype. With `strict`, leaves
+    that cannot be sent take one broadcast and one allgather more.
 
     Args:
       tree: any pytree, an `nnx.State` or an optax state, say.

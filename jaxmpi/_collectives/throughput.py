@@ -73,7 +73,7 @@ class Throughput:
         printing its loss.
 
         **Collective:** every rank calls it.
-        **Communication:** three numbers from each rank.
+        **Communication:** three numbers from each rank, after a comparison of 16 bytes.
 
         Raises:
           RankMismatchError: on every rank, if one of them calls something else.
