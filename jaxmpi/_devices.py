@@ -275,6 +275,12 @@ def visible(
                 names.append(str(len(names)))
     if devices is None:
         return names
+    if not names:
+        tool = "nvidia-smi" if vendor is _NVIDIA else "rocm-smi"
+        raise ValueError(
+            f"init: devices={list(devices)}, and this node shows no GPU. Leave devices out, or "
+            f"start the job where {tool} lists one."
+        )
     if not devices or not all(0 <= i < len(names) for i in devices):
         raise ValueError(
             f"init: devices={list(devices)}, and this node shows GPUs 0 to {len(names) - 1}. Name "

@@ -13,6 +13,7 @@ import pytest
 import jaxmpi
 from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import RankFailure, assert_equivalent, assert_replicated, run_ranks
+from jaxmpi.testing.faults import inject
 
 
 @run_ranks(2)
@@ -143,10 +144,25 @@ def test_assert_equivalent_of_a_whole_loop():
 
 
 def test_assert_equivalent_of_a_batch_that_cannot_be_shared():
-    with pytest.raises(
-        ValueError, match=r"batch \['x'\] has shape \[12, 3\], which 5 ranks cannot share"
-    ):
+    with pytest.raises(ValueError, match="which 5 ranks cannot share") as caught:
         assert_equivalent(linear_step(True), [1, 5], np.ones(3), BATCH, batch_argnums=1)
+    assert str(caught.value) == (
+        "assert_equivalent: batch ['x'] has shape [12, 3], which 5 ranks cannot share. Pass a "
+        "batch whose length is a multiple of 5, or leave 5 out of sizes."
+    )
+
+
+def test_an_argument_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"is 2, and there are 2 arg.*Name positions from 0 to 1"):
+        assert_equivalent(linear_step(True), [1, 2], np.ones(3), BATCH, batch_argnums=2)
+    with pytest.raises(ValueError, match=r"are 0 arguments. Pass the arguments of the step, too"):
+        assert_equivalent(lambda: 1, [1, 2], batch_argnums=0)
+    of_two, of_none = inject(lambda *args: args, "nan", argnum=2), inject(lambda: 1, "nan")
+    with jaxmpi.simulate(1):
+        with pytest.raises(ValueError, match=r"are 2 positional .* is 2. Name one from 0 to 1"):
+            of_two(np.ones(3), np.ones(3))
+        with pytest.raises(ValueError, match=r"are 0 positional .* -1. Pass it by its position"):
+            of_none()
 
 
 def test_launch_returns_what_each_rank_returns(capsys):

@@ -283,7 +283,7 @@ def check_root(function: str, root: object, size: int | None = None) -> None:
         )
     if not 0 <= root < size:
         raise (RankCountError if root > 0 else ValueError)(
-            f"{function}: root is {root}, and the ranks are 0 to {size - 1}."
+            f"{function}: root is {root}, and the ranks are 0 to {size - 1}. Pass one of these."
         )
 
 

@@ -135,9 +135,12 @@ def assert_equivalent(
             "assert_equivalent: sizes is empty. Name numbers of ranks, such as [1, 2, 4]."
         )
     if not all(-len(args) <= i < len(args) for i in numbers):
+        advice = "Pass the arguments of the step, too."
+        if args:
+            advice = f"Name positions from 0 to {len(args) - 1}."
         raise ValueError(
             f"assert_equivalent: batch_argnums is {batch_argnums}, and there are {len(args)} "
-            "arguments."
+            f"arguments. {advice}"
         )
     batches = {i % len(args) for i in numbers}
     expected: dict[str, np.ndarray] | None = None
@@ -211,7 +214,8 @@ def _shards(batch: PyTree, size: int) -> PyTree:
             shape = list(np.shape(x))
             raise ValueError(
                 f"assert_equivalent: batch {leaf_name(path)} has shape {shape}, which {size} ranks "
-                "cannot share."
+                f"cannot share. Pass a batch whose length is a multiple of {size}, or leave {size} "
+                "out of sizes."
             )
         return PerRank(np.stack(np.split(np.asarray(x), size)))
 

@@ -90,8 +90,12 @@ def inject(
             function(*args, **kwargs)
         elif due and kind in _CHANGES:
             if not -len(args) <= argnum < len(args):
+                advice = "Pass it by its position."
+                if args:
+                    advice = f"Name one from 0 to {len(args) - 1}."
                 raise ValueError(
-                    f"inject: there are {len(args)} positional arguments, and argnum is {argnum}."
+                    f"inject: there are {len(args)} positional arguments, and argnum is {argnum}. "
+                    f"{advice}"
                 )
             changed = list(args)
             changed[argnum] = _change(args[argnum], kind)

@@ -473,7 +473,7 @@ def test_bad_input_raises_before_anything_is_sent():
         (
             lambda: jaxmpi.tree_bcast(one, n),
             ValueError,
-            f"tree_bcast: root is {n}, and the ranks are 0 to {n - 1}",
+            f"tree_bcast: root is {n}, and the ranks are 0 to {n - 1}. Pass one of these.",
         ),
         (lambda: jaxmpi.tree_bcast(one, -1), ValueError, "root is -1"),
         (lambda: jaxmpi.tree_bcast(one, 0.0), TypeError, "root is a float"),

@@ -479,6 +479,20 @@ def test_device_that_is_not_there(monkeypatch):
         _devices.choose(0, 2, [2])
 
 
+@pytest.mark.parametrize(("vendor", "tool"), [("cuda", "nvidia-smi"), ("rocm", "rocm-smi")])
+def test_devices_on_a_node_without_gpus(monkeypatch, tmp_path, vendor, tool):
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object() if vendor in name else None)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(ValueError) as caught:
+        _devices.visible([0], dev=tmp_path, kfd=tmp_path)
+    assert str(caught.value) == (
+        "init: devices=[0], and this node shows no GPU. Leave devices out, or start the job where "
+        f"{tool} lists one."
+    )
+
+
 def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
     jax.devices()
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
