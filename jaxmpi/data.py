@@ -28,7 +28,7 @@ from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.data_order import check_same_data
 from jaxmpi._consistency.findings import allowed_names, is_checked
-from jaxmpi._consistency.mismatch import Call
+from jaxmpi._consistency.mismatch import Call, CallDetails
 from jaxmpi._data.feeds import BatchesFeed
 from jaxmpi._data.fingerprint import Fingerprint, fingerprint_of_samples
 from jaxmpi._data.per_rank import Exchange, Layout, PerRankBatches
@@ -291,9 +291,8 @@ def per_rank_batches(
     def check(arguments: Mapping[str, object]) -> None:
         lines = [f"per_rank_batches {name}={value}" for name, value in arguments.items()]
         title = "per_rank_batches"
-        compare.check_consistent(
-            backend, Call.of(title, "\n".join(lines)), lambda: {"given": lines}
-        )
+        call = Call.of(title, "\n".join(lines))
+        compare.check_consistent(backend, call, lambda: CallDetails(parameters=lines))
 
     def layouts(mine: Layout | None) -> list[Layout | None]:
         return backend.allgather_object(mine)

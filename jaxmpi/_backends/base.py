@@ -9,6 +9,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.groups import described
+from jaxmpi._errors import RankMismatchError
 
 __all__ = [
     "ArrayType",
@@ -233,7 +234,7 @@ class Registry:
     errors_kept: int = 0  # so far
     mismatches: int = 0  # that all ranks have reported to each other so far
     # what this rank is about to raise on all ranks, for `_consistency.compare`
-    raising: Exception | None = None
+    raising: RankMismatchError | None = None
 
     def keep(self, error: Exception) -> str:
         """Keep an error that XLA will carry as text; return the mark to put into the text."""

@@ -9,7 +9,7 @@ from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._checkpoint.manifest import Leaf
 from jaxmpi._consistency import compare
-from jaxmpi._consistency.mismatch import Call, mismatch_of
+from jaxmpi._consistency.mismatch import Call, CallDetails, Report, facts_of, mismatch_of
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountError
 
 __all__ = [
@@ -71,20 +71,12 @@ def agree(backend: Ranks, function: str, side: Side) -> list[Side]:
     if smallest == largest:
         return [side]
     # A rank that makes another call is in `compare.check_consistent` now, and gathers details, too.
-    details = {
-        "given": side.lines,
-        "digests": side.digests,
-        "error": [side.error],
-        "last save": [side.last_save],
-    }
     call = Call.of(function, "\n".join([function, *side.lines]))
-    reports = compare.gather_reports(backend, call, details)
-    if any(report.call != call for report in reports):
+    report = Report(call, CallDetails(parameters=side.lines), facts=side)
+    reports = compare.gather_reports(backend, report)
+    sides = facts_of(reports, Side)
+    if sides is None or any(report.call != call for report in reports):
         raise mismatch_of(reports)
-    sides = []
-    for report in reports:
-        its = report.details
-        sides.append(Side(its["given"], its["digests"], its["error"][0], its["last save"][0]))
     return sides
 
 

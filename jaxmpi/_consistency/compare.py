@@ -17,7 +17,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import ArrayType, Branch, Message, Taken
 from jaxmpi._backends.interface import Processes, Ranks
 from jaxmpi._consistency.findings import Finding
-from jaxmpi._consistency.mismatch import Call, Details, Report, mismatch_of
+from jaxmpi._consistency.mismatch import Call, CallDetails, Report, mismatch_of
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process.communicating_thread import ForkedError
 
@@ -42,7 +42,9 @@ __all__ = [
 ]
 
 
-def check_consistent(backend: Ranks, call: Call, details: Callable[[], Details] = dict) -> None:
+def check_consistent(
+    backend: Ranks, call: Call, details: Callable[[], CallDetails] = CallDetails
+) -> None:
     """Return if all ranks are about to make the same call; otherwise raise on all of them.
 
     **Communication:** 16 bytes.
@@ -57,7 +59,7 @@ def check_consistent(backend: Ranks, call: Call, details: Callable[[], Details] 
     """
     smallest, largest = backend.extremes(*call)
     if smallest != largest:
-        raise _mismatch(backend, call, details())
+        raise mismatch_of(gather_reports(backend, Report(call, details())))
 
 
 def raise_on_all(backend: Ranks, function: str, error: Exception) -> NoReturn:
@@ -72,7 +74,7 @@ def raise_on_all(backend: Ranks, function: str, error: Exception) -> NoReturn:
         check_consistent(
             backend,
             Call.of(function, f"{function} {text}"),
-            lambda: {"sent": [f"nothing: {text}"]},
+            lambda: CallDetails(collectives=[f"nothing: {text}"]),
         )
     raise error
 
@@ -116,35 +118,25 @@ def raising_on_all(backend: Ranks, function: str, *, sends: bool = True) -> Iter
         raise_on_all(backend, function, error)
 
 
-def gather_reports(
-    backend: Ranks,
-    call: Call,
-    details: Details,
-    message: str = "",
-    ranks: Sequence[int] = (),
-) -> list[Report]:
+def gather_reports(backend: Ranks, report: Report, ranks: Sequence[int] = ()) -> list[Report]:
     """Return what each rank is about to do, once their fingerprints have differed.
 
     Args:
       backend: the ranks.
-      call: the call or program of this rank.
-      details: what it does, in words.
-      message: in a program, the message that this rank is about to send.
+      report: of this rank: its call, what that does, and the facts of its function. What does not
+        depend on the function is added here.
       ranks: the group that exchanges reports; all ranks by default.
     """
     if not ranks:  # all ranks raise, or call `continue_after_reports`
         backend.registry.mismatches += 1
-    details = dict(details)
-    in_program = (call.program or call.fingerprint) in backend.registry.programs
-    # A program has source lines of its own. Any other call has not returned yet.
-    if not in_program and (line := _jaxcompat.called_at()):
-        details["at"] = [line]
-    if hint := uneven_shard(backend):
-        details["shard"] = [hint]
-    error = backend.registry.raising
-    if isinstance(error, RankMismatchError):
-        details["found"] = [(error.what, error.advice, error.function, error.leaf, error.ranks)]
-    return backend.gather_details(Report(call, details, message), ranks)
+    in_program = (report.call.program or report.call.fingerprint) in backend.registry.programs
+    report = report._replace(
+        # A program has source lines of its own. Any other call has not returned yet.
+        called_at="" if in_program else _jaxcompat.called_at(),
+        shard_hint=uneven_shard(backend),
+        raising=backend.registry.raising,
+    )
+    return backend.gather_details(report, ranks)
 
 
 def continue_after_reports(backend: Ranks) -> None:
@@ -160,17 +152,6 @@ def uneven_shard(backend: Ranks) -> str:
         f"jaxmpi.shard at {backend.registry.uneven_shard} has more samples on some ranks than on "
         "others: loop over jaxmpi.batches, which has as many steps on all."
     )
-
-
-def _mismatch(
-    backend: Ranks,
-    call: Call,
-    details: Details,
-    message: str = "",
-    ranks: Sequence[int] = (),
-) -> RankMismatchError:
-    """Return the error that all ranks raise, or all ranks of a group."""
-    return mismatch_of(gather_reports(backend, call, details, message, ranks), ranks)
 
 
 # programs, which a transport may compare while they run
@@ -202,11 +183,11 @@ class Registered(NamedTuple):
 
     call: Call
     sent: Sent
-    details: Callable[[], Details]
+    details: Callable[[], CallDetails]
 
 
 def register_program(
-    backend: Ranks, call: Call, sent: Sent, details: Callable[[], Details]
+    backend: Ranks, call: Call, sent: Sent, details: Callable[[], CallDetails]
 ) -> None:
     """Keep what a program sends, for errors and for the monitor."""
     backend.registry.programs[call.fingerprint] = Registered(call, sent, details)
@@ -232,8 +213,10 @@ def _mismatch_text(
     else:
         text = str(message)
         program = _registered(backend, fingerprint)
-        call, details = (program.call, program.details()) if program else (Call.of(text), {})
-        error = _mismatch(backend, call, details, text, ranks)
+        report = Report(Call.of(text), message=text)
+        if program:
+            report = Report(program.call, program.details(), text)
+        error = mismatch_of(gather_reports(backend, report, ranks), ranks)
     return f"RankMismatchError: {error} {backend.registry.keep(error)}"
 
 
@@ -247,7 +230,7 @@ def _branches_error(branches: Sequence[Branch]) -> RankMismatchError:
             "skipped_update", function, ranks=skipping, detail=str(sending[0]), has_allow=False
         ).error()
     call = Call.of(function)
-    return mismatch_of([Report(call, {}, str(branch)) for branch in branches])
+    return mismatch_of([Report(call, message=str(branch)) for branch in branches])
 
 
 def raise_mismatch(backend: Ranks, error: Exception) -> None:

@@ -6,14 +6,31 @@ same error.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._consistency.compare import continue_after_reports, gather_reports
 from jaxmpi._consistency.findings import Finding
-from jaxmpi._consistency.mismatch import Call, Details, Report, mismatch_of, outliers
+from jaxmpi._consistency.mismatch import Call, CallDetails, Report, facts_of, mismatch_of, outliers
 from jaxmpi._data.fingerprint import ApproximateSample, Fingerprint
 
 __all__ = ["check_same_data"]
+
+
+class _Samples(NamedTuple):
+    """Samples that one rank has compared: the facts of its report.
+
+    Attributes:
+      rows: the number of each sample.
+      approximate: the samples up to rounding.
+      descriptions: the samples as short texts.
+      is_repeatable: whether they are the same ones when they are read again.
+    """
+
+    rows: Sequence[int]
+    approximate: Sequence[ApproximateSample]
+    descriptions: Sequence[str]
+    is_repeatable: bool
 
 
 def check_same_data(
@@ -51,25 +68,32 @@ def check_same_data(
     smallest, largest = backend.extremes(*call)
     if smallest == largest:
         return True
-    details: Details = {
-        "given": list(arguments),
-        "samples": [tuple(place) for place in places],
-        "approximate": fingerprint.approximate() if fingerprint else [],
-        "descriptions": fingerprint.descriptions() if fingerprint else [],
-        "is_repeatable": [fingerprint is None or fingerprint.is_repeatable],
-    }
-    reports = gather_reports(backend, call, details)
+    samples = _Samples([], [], [], is_repeatable=True)
+    if fingerprint:
+        samples = _Samples(
+            [place.row for place in places],
+            fingerprint.approximate(),
+            fingerprint.descriptions(),
+            fingerprint.is_repeatable,
+        )
+    reports = gather_reports(
+        backend, Report(call, CallDetails(parameters=list(arguments)), facts=samples)
+    )
     # Ranks that differ in more than their samples have the error of any other arguments.
-    if any(report.call.title != function or "samples" not in report.details for report in reports):
+    everyone = facts_of(reports, _Samples)
+    if everyone is None or any(report.call.title != function for report in reports):
         raise mismatch_of(reports)
-    calls = [Call.of(function, "\n".join(report.details["given"])) for report in reports]
-    if len(set(calls)) > 1:
-        raise mismatch_of([Report(call, x.details) for call, x in zip(calls, reports, strict=True)])
+    of_arguments = []
+    for report in reports:
+        call = Call.of(function, "\n".join(report.details.parameters))
+        of_arguments.append(Report(call, report.details))
+    if len({report.call for report in of_arguments}) > 1:
+        raise mismatch_of(of_arguments)
     # Where one rank has found that samples change, it has compared their types alone.
-    repeatable = [report.details["is_repeatable"][0] for report in reports]
+    repeatable = [theirs.is_repeatable for theirs in everyone]
     is_comparable = all(repeatable) or not any(repeatable)
-    if is_comparable and all(report.details["samples"] for report in reports):
-        _raise_difference(function, reports, groups, has_allow=has_allow)
+    if is_comparable and all(theirs.rows for theirs in everyone):
+        _raise_difference(function, everyone, groups, has_allow=has_allow)
     continue_after_reports(backend)
     return False
 
@@ -80,11 +104,11 @@ def _are_alike(mine: Sequence[ApproximateSample], theirs: Sequence[ApproximateSa
 
 
 def _raise_difference(
-    function: str, reports: Sequence[Report], groups: Sequence[Sequence[int]], *, has_allow: bool
+    function: str, everyone: Sequence[_Samples], groups: Sequence[Sequence[int]], *, has_allow: bool
 ) -> None:
     """Raise the error of the first group whose ranks have different samples, if there is one."""
     for group in groups:
-        approximate = [reports[rank].details["approximate"] for rank in group]
+        approximate = [everyone[rank].approximate for rank in group]
         # for each rank the first one with the same samples, up to rounding
         same_as = [
             next(i for i in range(len(group)) if _are_alike(approximate[i], x)) for x in approximate
@@ -97,8 +121,8 @@ def _raise_difference(
         pairs = zip(approximate[group.index(here)], approximate[group.index(usual)], strict=True)
         unequal = [i for i, (mine, theirs) in enumerate(pairs) if not mine.is_like(theirs)]
         first = unequal[0]
-        row = reports[here].details["samples"][first][0]
-        words = [reports[rank].details["descriptions"][first] for rank in (here, usual)]
+        row = everyone[here].rows[first]
+        words = [everyone[rank].descriptions[first] for rank in (here, usual)]
         detail = f"another sample {row} than rank {usual}"
         if words[0] != words[1]:
             detail += f", {words[0]} and not {words[1]}"

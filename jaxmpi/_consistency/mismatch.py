@@ -6,20 +6,40 @@ here alone; `RankMismatchError` has its parts as attributes.
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._errors import MismatchSide, RankMismatchError
 
-__all__ = ["Call", "Details", "Report", "in_words", "mismatch_of", "outliers", "ranks_have"]
+__all__ = [
+    "Call",
+    "CallDetails",
+    "Report",
+    "facts_of",
+    "in_words",
+    "mismatch_of",
+    "outliers",
+    "ranks_have",
+]
 
-# what a rank does: lines of text by the verbs below, and facts of one function under other names;
-# "found" has the parts of the error that a rank raises
-Details = Mapping[str, Sequence[Any]]
-CALLS = ("sent", "taken", "given")  # always shown
-CAUSES = ("called", "ordered", "decided")  # shown if the ranks send the same with other parameters
+F = TypeVar("F")
+
+# For each field of `CallDetails` that an error shows: its verb, as in "sent by rank 1".
+VERBS = {
+    "collectives": "sent",
+    "arguments": "taken",
+    "parameters": "given",
+    "primitive_parameters": "called",
+    "order": "ordered",
+    "control": "decided",
+    "equations": "computed",
+    "module": "compiled",
+}
+CALLS = ("collectives", "arguments", "parameters")  # always shown
+# shown if the ranks send the same with other parameters
+CAUSES = ("primitive_parameters", "order", "control")
 # a difference in one line changes the lines after it, so only the first one is shown
-WHOLE = ("computed", "compiled")
+WHOLE = ("equations", "module")
 SHOWN = 3  # differences
 SAME_CALLS = "Every rank must make the same calls in the same order."
 SAME_ARGUMENTS = "Every rank must call it with the same arguments."
@@ -68,18 +88,64 @@ class Call(NamedTuple):
         return Call(fingerprint_of(title if content is None else content), title)
 
 
+class CallDetails(NamedTuple):
+    """Lines of text about a call or program, for the error; a field without lines shows nothing.
+
+    Attributes:
+      collectives: each collective, with its arrays and source lines.
+      arguments: the shape and dtype of each array that a program takes.
+      parameters: the parameters of functions of jaxmpi, which must be equal.
+      primitive_parameters: the parameters of the collectives' equations.
+      typed_arguments: `arguments`, with a note where one is of weak type.
+      gathers: the collectives without lengths, if one of them gathers.
+      order: the position of each collective in the function.
+      control: the equations on which it depends whether and how often collectives run.
+      equations: the traced program, where all ranks must run the same module.
+      module: that module.
+    """
+
+    collectives: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+    parameters: Sequence[str] = ()
+    primitive_parameters: Sequence[str] = ()
+    typed_arguments: Sequence[str] = ()
+    gathers: Sequence[str] = ()
+    order: Sequence[str] = ()
+    control: Sequence[str] = ()
+    equations: Sequence[str] = ()
+    module: Sequence[str] = ()
+
+
 class Report(NamedTuple):
     """Facts about one rank that the ranks exchange after their fingerprints have differed.
 
     Attributes:
       call: the call that the rank makes, or the program that it runs.
-      details: what it does, line by line.
+      details: what it does, in words.
       message: in a program, the message that it is about to send.
+      facts: a record of the function that the rank has called, which reads it by `facts_of`.
+      called_at: the user's line of a call that is no program; "" if it is not known.
+      shard_hint: a sentence about a `shard` that may be the cause; or "".
+      raising: the error that the rank is about to raise on all ranks.
     """
 
     call: Call
-    details: Details
+    details: CallDetails = CallDetails()
     message: str = ""
+    facts: object = None
+    called_at: str = ""
+    shard_hint: str = ""
+    raising: RankMismatchError | None = None
+
+
+def facts_of(reports: Sequence[Report], kind: type[F]) -> list[F] | None:
+    """Return the facts of all ranks; None if a rank has reported facts of another kind, or none."""
+    facts = []
+    for report in reports:
+        if not isinstance(report.facts, kind):
+            return None
+        facts.append(report.facts)
+    return facts
 
 
 def mismatch_of(reports: Sequence[Report], ranks: Sequence[int] = ()) -> RankMismatchError:
@@ -92,10 +158,8 @@ def mismatch_of(reports: Sequence[Report], ranks: Sequence[int] = ()) -> RankMis
     ranks = ranks or range(len(reports))
     # A rank that raises what it has found about the ranks, where others are in a collective.
     for report in reports:
-        for what, advice, function, leaf, differ in report.details.get("found", ()):
-            return RankMismatchError(
-                what, advice=advice, function=function, leaf=leaf, ranks=differ
-            )
+        if report.raising is not None:
+            return report.raising
     if len({report.call for report in reports}) > 1:
         return _error(ranks, reports)
     # All ranks run one program, and have met in different messages of it.
@@ -103,7 +167,7 @@ def mismatch_of(reports: Sequence[Report], ranks: Sequence[int] = ()) -> RankMis
     at_messages = []
     for report in reports:
         call = Call.of(report.message)._replace(title=title)
-        at_messages.append(Report(call, {"sent": [report.message]}))
+        at_messages.append(Report(call, CallDetails(collectives=[report.message])))
     return _error(ranks, at_messages, PLACES)
 
 
@@ -112,12 +176,12 @@ def _error(ranks: Sequence[int], reports: Sequence[Report], advice: str = "") ->
     mine = reports[0]
     theirs = next(x for x in reports if x.call.fingerprint != mine.call.fingerprint)
     differences = {}
-    for verb in (*CALLS, *CAUSES, *WHOLE, "typed"):
-        differences[verb] = _differences(mine.details.get(verb, ()), theirs.details.get(verb, ()))
+    for field, ours, others in zip(CallDetails._fields, mine.details, theirs.details, strict=True):
+        differences[field] = _differences(ours, others)
     advice = advice or _advice(mine, theirs, differences)
-    # The lines of "typed" are those of "taken" with weak types, which count if all else is equal.
-    if not (differences["taken"] or differences["given"]):
-        differences["taken"] = differences["typed"]
+    # Weak types count if all else is equal.
+    if not (differences["arguments"] or differences["parameters"]):
+        differences["arguments"] = differences["typed_arguments"]
     pairs = _shown(differences)
     sides = []
     for i, report in enumerate((mine, theirs)):
@@ -125,13 +189,10 @@ def _error(ranks: Sequence[int], reports: Sequence[Report], advice: str = "") ->
         for rank, other in zip(ranks, reports, strict=True):
             if other.call.fingerprint == report.call.fingerprint:
                 group.append(rank)
-        lines = [(verb, pair[i]) for verb, pair in pairs]
-        sides.append(
-            MismatchSide(
-                tuple(group), report.call.title, tuple(lines), tuple(report.details.get("at", ()))
-            )
-        )
-    return _put_into_words(sides, advice, mine.details.get("shard", ()))
+        lines = [(VERBS[field], pair[i]) for field, pair in pairs]
+        called_at = (report.called_at,) if report.called_at else ()
+        sides.append(MismatchSide(tuple(group), report.call.title, tuple(lines), called_at))
+    return _put_into_words(sides, advice, mine.shard_hint)
 
 
 def _differences(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
@@ -143,37 +204,37 @@ def _advice(
     mine: Report, theirs: Report, differences: Mapping[str, Sequence[tuple[str, str]]]
 ) -> str:
     """Return what to do about ranks that call one function."""
-    if differences["given"]:
+    if differences["parameters"]:
         return SAME_ARGUMENTS
-    if differences["typed"] and not differences["taken"]:
+    if differences["typed_arguments"] and not differences["arguments"]:
         return SAME_TYPES
-    gathered = mine.details.get("gathered", ())
-    if gathered and gathered == theirs.details.get("gathered") and differences["sent"]:
+    if mine.details.gathers and not differences["gathers"] and differences["collectives"]:
         return SAME_LENGTHS
-    if differences["taken"] and differences["sent"]:
+    if differences["arguments"] and differences["collectives"]:
         return SAME_ARRAYS
-    return SAME_SHAPES if differences["taken"] and differences["computed"] else BRANCH
+    return SAME_SHAPES if differences["arguments"] and differences["equations"] else BRANCH
 
 
 def _shown(
     differences: Mapping[str, Sequence[tuple[str, str]]],
 ) -> list[tuple[str, tuple[str, str]]]:
-    """Return the differences that tell most, as pairs of lines with their verbs."""
-    verbs = CALLS if differences["sent"] or differences["given"] else (*CALLS, *CAUSES)
+    """Return the differences that tell most, as pairs of lines with their fields."""
+    is_enough = differences["collectives"] or differences["parameters"]
+    fields = CALLS if is_enough else (*CALLS, *CAUSES)
     pairs = []
-    for verb in verbs:
-        for pair in differences[verb]:
-            pairs.append((verb, pair))
+    for field in fields:
+        for pair in differences[field]:
+            pairs.append((field, pair))
     if pairs:
         return pairs
-    for verb in WHOLE:
-        if differences[verb]:
-            return [(verb, differences[verb][0])]
+    for field in WHOLE:
+        if differences[field]:
+            return [(field, differences[field][0])]
     return []
 
 
 def _put_into_words(
-    sides: Sequence[MismatchSide], advice: str, hints: Sequence[str]
+    sides: Sequence[MismatchSide], advice: str, shard_hint: str
 ) -> RankMismatchError:
     """Return the error with its text: a sentence, the advice, and the lines that differ."""
     names = [in_words(side.ranks) for side in sides]
@@ -186,7 +247,7 @@ def _put_into_words(
             f"{names[0]} called {sides[0].function}{at[0]}, "
             f"and {names[1]} called {sides[1].function}{at[1]}."
         )
-        advice = " ".join([SAME_CALLS, *hints])
+        advice = f"{SAME_CALLS} {shard_hint}" if shard_hint else SAME_CALLS
     lines = []
     for pair in list(zip(sides[0].lines, sides[1].lines, strict=True))[:SHOWN]:
         for name, (verb, line) in zip(names, pair, strict=True):

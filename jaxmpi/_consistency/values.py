@@ -24,7 +24,16 @@ from jaxmpi._backends.groups import groups_along
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._consistency.compare import gather_reports
-from jaxmpi._consistency.mismatch import Call, Details, in_words, mismatch_of, outliers, ranks_have
+from jaxmpi._consistency.mismatch import (
+    Call,
+    CallDetails,
+    Report,
+    facts_of,
+    in_words,
+    mismatch_of,
+    outliers,
+    ranks_have,
+)
 from jaxmpi._errors import MPIError, RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
@@ -196,6 +205,12 @@ class _Sum(NamedTuple):
         return f"leaf {self.name}: {self.dtype}{list(self.shape)}"
 
 
+class _Sums(NamedTuple):
+    """All leaves of one rank, in their order: the facts of its report."""
+
+    leaves: Sequence[_Sum]
+
+
 def check_equal_leaves(backend: Ranks, function: str, leaves: Sequence[EqualLeaf]) -> None:
     """Raise a RankMismatchError on all ranks unless every leaf is equal within its groups.
 
@@ -220,22 +235,14 @@ def check_equal_leaves(backend: Ranks, function: str, leaves: Sequence[EqualLeaf
     if smallest == largest:
         return
     # All ranks get here; those that have called something else report that.
-    lines, checksums = [str(one) for one in mine], [one.checksum for one in mine]
-    details: Details = {"given": lines, "checksums": checksums}
-    reports = gather_reports(backend, call, details)
-    calls = set()
-    for report in reports:
-        if "checksums" not in report.details:
-            raise mismatch_of(reports)
-        calls.add((report.call.title, tuple(report.details["given"])))
-    if len(calls) > 1:
+    details = CallDetails(parameters=[str(one) for one in mine])
+    reports = gather_reports(backend, Report(call, details, facts=_Sums(mine)))
+    everyone = facts_of(reports, _Sums)
+    calls = {(report.call.title, tuple(report.details.parameters)) for report in reports}
+    if everyone is None or len(calls) > 1:
         raise mismatch_of(reports)
     # All ranks compare the same leaves, whose values differ.
-    each = []
-    for report in reports:
-        sums = report.details["checksums"]
-        each.append([one._replace(checksum=s) for one, s in zip(mine, sums, strict=True)])
-    _refuse_difference(backend, function, leaves, each)
+    _refuse_difference(backend, function, leaves, [sums.leaves for sums in everyone])
 
 
 def _sum(leaf: EqualLeaf, rank: int) -> _Sum:

@@ -28,7 +28,7 @@ from jaxmpi._consistency.compare import (
     note_compared_values,
 )
 from jaxmpi._consistency.findings import Finding, is_checked
-from jaxmpi._consistency.mismatch import Call, mismatch_of, outliers, ranks_have
+from jaxmpi._consistency.mismatch import Call, Report, facts_of, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Argument, ComparedState, Program
@@ -169,9 +169,10 @@ def _compare_state(
     if smallest == largest:
         return None
     # All ranks get here; those that have called something else report that.
-    details = {**program.signature.details(), "state": of_state}
-    reports = gather_reports(backend, with_state, details)
-    if not all("state" in report.details for report in reports):
+    report = Report(with_state, program.signature.details(), facts=_StateChecksums(of_state))
+    reports = gather_reports(backend, report)
+    states = facts_of(reports, _StateChecksums)
+    if states is None:
         raise mismatch_of(reports)
     programs = [
         report._replace(call=Call(report.call.program, report.call.title)) for report in reports
@@ -179,12 +180,18 @@ def _compare_state(
     if len({report.call for report in programs}) > 1:
         raise mismatch_of(programs)
     # All ranks are about to run this program.
-    everyone = [dict(report.details["state"]) for report in reports]
+    everyone = [dict(state.of_inputs) for state in states]
     names, ranks = _unequal_state(compared, everyone)
     if not names:  # only keys differ, which they may
         continue_after_reports(backend)
         return None
     return Finding("unequal_start", program.function.title, names, ranks)
+
+
+class _StateChecksums(NamedTuple):
+    """State before a call, of one rank: the facts of its report."""
+
+    of_inputs: Sequence[tuple[str, int]]  # (name, checksum)
 
 
 class _State(NamedTuple):

@@ -19,7 +19,7 @@ from jaxmpi._analysis.control_slice import Line
 from jaxmpi._analysis.text import equations
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._consistency.eager_calls import EagerCalls
-from jaxmpi._consistency.mismatch import Call, Details
+from jaxmpi._consistency.mismatch import Call, CallDetails
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.plan import Entry
 
@@ -148,30 +148,30 @@ class Signature:
             for entry in self._entries
         ]
 
-    def details(self, scalars: Sequence[str] = ()) -> Details:
-        """Return the program line by line, under the names that `_consistency/mismatch` reads.
+    def details(self, scalars: Sequence[str] = ()) -> CallDetails:
+        """Return the lines of the program for an error.
 
         Args:
           scalars: of `Program.host_scalars`, where the ranks compare these, too.
         """
-        details = {
-            "sent": [*map(str, self.sent())],
-            "taken": self._arguments,
-            "given": [*self._parameter_lines(), *scalars],
-            "called": [text for entry in self._entries for text in entry.params],
-            "typed": self._typed_arguments,
-            "gathered": self._shapeless_collectives(),
-            "ordered": [
+        details = CallDetails(
+            collectives=[*map(str, self.sent())],
+            arguments=self._arguments,
+            parameters=[*self._parameter_lines(), *scalars],
+            primitive_parameters=[text for entry in self._entries for text in entry.params],
+            typed_arguments=self._typed_arguments,
+            gathers=self._shapeless_collectives(),
+            order=[
                 f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order"
                 for entry in self._entries
             ],
-            "decided": [*map(str, self._control)],
-        }
-        if self._module:
-            lowered, jaxpr = self._module
-            details["computed"] = [*equations(jaxpr)]
-            details["compiled"] = _jaxcompat.module_text(lowered).splitlines()
-        return details
+            control=[*map(str, self._control)],
+        )
+        if self._module is None:
+            return details
+        lowered, jaxpr = self._module
+        module = _jaxcompat.module_text(lowered).splitlines()
+        return details._replace(equations=[*equations(jaxpr)], module=module)
 
     def _parameter_lines(self) -> list[str]:
         """Return the parameters of jaxmpi's functions, each with its source line."""

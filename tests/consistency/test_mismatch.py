@@ -8,19 +8,19 @@ import pytest
 import jaxmpi
 from jaxmpi import RankMismatchError
 from jaxmpi._backends.base import Message
-from jaxmpi._consistency.mismatch import Call, Report, mismatch_of, outliers
+from jaxmpi._consistency.mismatch import Call, CallDetails, Report, mismatch_of, outliers
 from jaxmpi._errors import MismatchSide, NotInitializedError
 from jaxmpi.testing import run_ranks
 
 
-def report(content, title="step", **details):
-    return Report(Call.of(title, content), details)
+def report(content, title="step", called_at="", **details):
+    return Report(Call.of(title, content), CallDetails(**details), called_at=called_at)
 
 
 def test_a_mismatch_shows_the_first_rank_beside_the_first_that_differs():
     a, b = (
-        report("a", sent=["allreduce sum", "bcast"]),
-        report("b", sent=["allreduce max", "bcast"]),
+        report("a", collectives=["allreduce sum", "bcast"]),
+        report("b", collectives=["allreduce max", "bcast"]),
     )
     error = mismatch_of([a, a, b, a, b])
     assert error.function == "step" and error.leaf == ""
@@ -41,7 +41,7 @@ def test_a_mismatch_of_a_group_names_its_ranks():
 
 
 def test_a_mismatch_of_functions_has_both_and_where_they_were_called():
-    error = mismatch_of([report("a", "save", at=["x.py:1"]), report("b", "latest")])
+    error = mismatch_of([report("a", "save", called_at="x.py:1"), report("b", "latest")])
     assert error.function == ""
     assert [(side.function, side.called_at) for side in error.sides] == [
         ("save", ("x.py:1",)),
@@ -53,24 +53,28 @@ def test_a_mismatch_of_functions_has_both_and_where_they_were_called():
 @pytest.mark.parametrize(
     ("mine", "theirs", "advice"),
     [
-        ({"given": ["root=0"]}, {"given": ["root=1"]}, "with the same arguments"),
+        ({"parameters": ["root=0"]}, {"parameters": ["root=1"]}, "with the same arguments"),
         (
-            {"typed": ["x, of weak type"], "taken": ["x"]},
-            {"typed": ["x"], "taken": ["x"]},
+            {"typed_arguments": ["x, of weak type"], "arguments": ["x"]},
+            {"typed_arguments": ["x"], "arguments": ["x"]},
             "weak type",
         ),
         (
-            {"sent": ["allgather [3]"], "gathered": ["allgather"]},
-            {"sent": ["allgather [4]"], "gathered": ["allgather"]},
+            {"collectives": ["allgather [3]"], "gathers": ["allgather"]},
+            {"collectives": ["allgather [4]"], "gathers": ["allgather"]},
             "A gather takes arrays of one shape",
         ),
-        ({"sent": ["a"], "taken": ["x"]}, {"sent": ["b"], "taken": ["y"]}, "send the same arrays"),
         (
-            {"taken": ["x"], "computed": ["1"]},
-            {"taken": ["y"], "computed": ["2"]},
+            {"collectives": ["a"], "arguments": ["x"]},
+            {"collectives": ["b"], "arguments": ["y"]},
+            "send the same arrays",
+        ),
+        (
+            {"arguments": ["x"], "equations": ["1"]},
+            {"arguments": ["y"], "equations": ["2"]},
             "the xla backend",
         ),
-        ({"decided": ["x"]}, {"decided": ["y"]}, "use jnp.where"),
+        ({"control": ["x"]}, {"control": ["y"]}, "use jnp.where"),
     ],
 )
 def test_the_advice_follows_from_what_differs(mine, theirs, advice):
@@ -80,7 +84,7 @@ def test_the_advice_follows_from_what_differs(mine, theirs, advice):
 
 def test_one_program_at_two_messages_is_a_branch_or_a_caught_error():
     call = Call.of("step")
-    error = mismatch_of([Report(call, {}, "allreduce"), Report(call, {}, "bcast")])
+    error = mismatch_of([Report(call, message="allreduce"), Report(call, message="bcast")])
     assert "took different branches" in error.advice
     assert error.sides[1].lines == (("sent", "bcast"),)
 
