@@ -21,7 +21,7 @@ from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 EVENTS = Counter()
-NUMBERS = itertools.count(2)
+NUMBERS = itertools.count(1000)  # more than the other programs of this file send
 
 
 @cache
