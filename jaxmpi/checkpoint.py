@@ -1,12 +1,14 @@
 """Save a training run, and go on with it on any number of ranks."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.interface import Ranks
 from jaxmpi._checkpoint import restoring, saving, tree_leaves
 from jaxmpi._checkpoint.agreement import (
+    RaisedError,
     Side,
     agree,
     checked_folder,
@@ -107,12 +109,11 @@ def save(
     # 4. The ranks write, and rank 0 makes the folder a checkpoint.
     kept = 1 if in_memory else keep
     saves.start(backend, saving.Plan(begun, step, kept, writers, prepared.arrays))
-    errors = [side.last_save for side in sides]
+    failed = [side.last_save for side in sides]
     if not background:
-        errors += backend.allgather_object(saves.wait(backend))
+        failed += backend.allgather_object(saves.wait(backend))
         saves.forget()
-    if error := next(filter(None, errors), ""):
-        raise CheckpointError(f"save: {error}")
+    _raise_first(failed)
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -163,8 +164,8 @@ def restore(
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** a comparison of the call and of how the last save has ended, 16 bytes; from
     rank 0 the name of the folder in memory; if there is one, from every rank whether it sees it;
-    from rank 0 the manifest, or the error; from every rank the error of what it reads, if there is
-    one; and from rank 0 the numbers of what is equal on all ranks, which it alone reads.
+    from rank 0 the manifest, or the error; from every rank None or the error of what it reads;
+    and from rank 0 the numbers of what is equal on all ranks, which it alone reads.
 
     Args:
       directory: that of `save`.
@@ -209,9 +210,13 @@ def restore(
         whole, errors = restoring.newest(backend, Path(directory), step)
         if whole is None:
             which = "no whole checkpoint" + ("" if step is None else f" of step {step}")
-            reason = errors or "Look where it was saved."
+            advice = "Look where it was saved."
+            if errors and step is not None:
+                advice = "Restore an older step, or look where it was saved."
             raise CheckpointError(
-                f"restore: there is {which} in {directory}.", advice=reason, path=directory
+                " ".join([f"restore: there is {which} in {directory}.", *errors]),
+                advice=advice,
+                path=directory,
             )
         folder, manifest = whole
         # 3. Every rank has the manifest, and finds the same differences.
@@ -221,7 +226,12 @@ def restore(
             restoring.check_common(folder, here)
             advice = "Take it out of `like`."
         if different := restoring.difference(saved, here, omitted):
-            raise CheckpointError(f"restore: {folder}: {different}. {advice}")
+            raise CheckpointError(
+                f"restore: {folder}: {different.what}.",
+                advice=advice,
+                path=folder,
+                leaf=different.leaf,
+            )
         # 4. Rank 0 reads what is replicated, and each rank its shards and its own values.
         by_name = {leaf.name: leaf for leaf in saved}
         pairs = [(by_name[leaf.name], leaf) for leaf in here]
@@ -249,6 +259,11 @@ def _agree_after_save(backend: Ranks, function: str, lines: list[str]) -> None:
     saves = session.state(Saves)
     sides = agree(backend, function, Side(lines, last_save=saves.wait(backend)))
     saves.forget()
-    for side in sides:
-        if side.last_save:
-            raise CheckpointError(f"save: {side.last_save}")
+    _raise_first([side.last_save for side in sides])
+
+
+def _raise_first(failed: Sequence[RaisedError | None]) -> None:
+    """Raise the error of the first rank whose part of a save has failed, if there is one."""
+    for error in failed:
+        if error is not None:
+            raise error.to_raise()

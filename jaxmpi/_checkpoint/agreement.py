@@ -13,6 +13,7 @@ from jaxmpi._consistency.mismatch import Call, CallDetails, Report, facts_of, mi
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountError
 
 __all__ = [
+    "RaisedError",
     "Side",
     "agree",
     "checked_folder",
@@ -20,7 +21,6 @@ __all__ = [
     "lines_of",
     "run_on_all_or_raise",
     "run_on_rank_0_or_raise",
-    "text_of",
 ]
 
 SIGNATURES = {
@@ -32,20 +32,51 @@ SIGNATURES = {
 T = TypeVar("T")
 
 
+class RaisedError(NamedTuple):
+    """An error of one rank, in the parts that all ranks make a `CheckpointError` of.
+
+    Attributes:
+      what: what is wrong, as a sentence.
+      advice: what to do about it; "" where nothing is known.
+      path: the file or folder; "" if it is none in particular.
+      leaf: the name of the leaf; "" if it is none in particular.
+      of_count: whether it is a `RankCountError`.
+    """
+
+    what: str
+    advice: str = ""
+    path: str = ""
+    leaf: str = ""
+    of_count: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> "RaisedError":
+        """Return the parts of an error; what it says begins with its type if it is not ours."""
+        of_count = isinstance(error, RankCountError)
+        if isinstance(error, CheckpointError):
+            return cls(error.what, error.advice, error.path, error.leaf, of_count)
+        return cls(f"{type(error).__name__}: {error}", of_count=of_count)
+
+    def to_raise(self) -> CheckpointError:
+        """Return the error that every rank raises."""
+        kind = CheckpointRankCountError if self.of_count else CheckpointError
+        return kind(self.what, advice=self.advice, path=self.path, leaf=self.leaf)
+
+
 class Side(NamedTuple):
     """One rank's side of a call, which the ranks compare before the call takes effect.
 
     Attributes:
       lines: what the call is given, but for values.
       digests: of the values that are to be equal on all ranks.
-      error: why this rank cannot go on; "" if it can.
-      last_save: how this rank's part of the last save has failed; "" if it has not.
+      error: why this rank cannot go on; None if it can.
+      last_save: how this rank's part of the last save has failed; None if it has not.
     """
 
     lines: Sequence[str]
     digests: Sequence[str] = ()
-    error: str = ""
-    last_save: str = ""
+    error: RaisedError | None = None
+    last_save: RaisedError | None = None
 
 
 def lines_of(leaves: Sequence[Leaf], *options: str) -> list[str]:
@@ -112,38 +143,33 @@ def _wrong(argument: object, wanted: str, function: str) -> str:
 def run_on_all_or_raise(backend: Ranks, function: Callable[[], T]) -> T:
     """Call a function on every rank; where it fails on one, raise its error on all.
 
-    **Communication:** an allgather of the error texts, if any.
+    **Communication:** one allgather, of None or the error of each rank.
     """
     result: Any = None
-    error, of_count = "", False
+    error: RaisedError | None = None
     try:
         result = function()
     except Exception as caught:
-        error, of_count = text_of(caught), isinstance(caught, RankCountError)
-    for its_error, its_of_count in backend.allgather_object((error, of_count)):
-        if its_error:
-            raise (CheckpointRankCountError if its_of_count else CheckpointError)(its_error)
+        error = RaisedError.of(caught)
+    for its_error in backend.allgather_object(error):
+        if its_error is not None:
+            raise its_error.to_raise()
     return result
 
 
 def run_on_rank_0_or_raise(backend: Ranks, function: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on all ranks; where it fails, all raise.
 
-    **Communication:** a broadcast of the result, or of the error text.
+    **Communication:** a broadcast of the result, or of the error.
     """
     result: Any = None
-    error = ""
+    error: RaisedError | None = None
     if backend.place.rank == 0:
         try:
             result = function()
         except Exception as caught:
-            error = text_of(caught)
+            error = RaisedError.of(caught)
     result, error = backend.broadcast_object((result, error), 0)
-    if error:
-        raise CheckpointError(error)
+    if error is not None:
+        raise error.to_raise()
     return result
-
-
-def text_of(error: Exception) -> str:
-    """Return the text of an error for other ranks, with its type unless it is a CheckpointError."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ Reader = Callable[[Leaf, int], LeafValue]  # reads what a rank has saved of a le
 
 def newest(
     backend: Ranks, directory: Path, step: int | None
-) -> tuple[tuple[Path, Manifest] | None, str]:
+) -> tuple[tuple[Path, Manifest] | None, list[str]]:
     """Return the newest whole checkpoint or None, and the errors of damaged ones, on all ranks.
 
     It may be in memory, if all ranks are on the host that has it there. Rank 0 looks; it warns of
@@ -57,7 +58,7 @@ def newest(
     # Its name has a random number, so the folder of this name is rank 0's.
     everywhere = name is not None and all(backend.allgather_object(memory.is_here(name)))
 
-    def look() -> tuple[tuple[Path, Manifest] | None, str]:
+    def look() -> tuple[tuple[Path, Manifest] | None, list[str]]:
         directories = [directory.absolute()]
         if name is not None and everywhere:
             directories.append(memory.MEMORY / name)
@@ -65,7 +66,7 @@ def newest(
             whole, errors = folders.newest(directories, step)
         for error in errors:
             _jaxcompat.warn(f"a checkpoint is passed over: {error}")
-        return whole, " ".join(errors)
+        return whole, errors
 
     return run_on_rank_0_or_raise(backend, look)
 
@@ -73,8 +74,22 @@ def newest(
 # does it fit
 
 
-def difference(saved: Sequence[Leaf], wanted: Sequence[Leaf], omitted: Sequence[str]) -> str:
-    """Describe the first leaf that differs between a checkpoint and `like`; "" if there is none.
+class Difference(NamedTuple):
+    """A leaf that differs between a checkpoint and `like`.
+
+    Attributes:
+      leaf: its name.
+      what: how it differs, as a clause that begins with the leaf.
+    """
+
+    leaf: str
+    what: str
+
+
+def difference(
+    saved: Sequence[Leaf], wanted: Sequence[Leaf], omitted: Sequence[str]
+) -> Difference | None:
+    """Return the first leaf that differs between a checkpoint and `like`; None if there is none.
 
     Args:
       saved: the leaves of the checkpoint.
@@ -86,14 +101,14 @@ def difference(saved: Sequence[Leaf], wanted: Sequence[Leaf], omitted: Sequence[
     for name in [*saved_by_name, *wanted_by_name]:
         there, here = saved_by_name.get(name), wanted_by_name.get(name)
         if there is None:
-            return f"leaf {name} ({here}) of `like` is not in it"
+            return Difference(name, f"leaf {name} ({here}) of `like` is not in it")
         if here is None:
             below = any(_is_below(name, node) for node in omitted)
             if not (there.layout == "per-rank" and below):
-                return f"leaf {name} ({there}) is in it, and not in `like`"
+                return Difference(name, f"leaf {name} ({there}) is in it, and not in `like`")
         elif not _fits(there, here):
-            return f"leaf {name} is {there} in it, and {here} in `like`"
-    return ""
+            return Difference(name, f"leaf {name} is {there} in it, and {here} in `like`")
+    return None
 
 
 def _is_below(name: str, node: str) -> bool:
@@ -176,7 +191,7 @@ def read(
 ) -> list[LeafValue]:
     """Read the leaves of a checkpoint.
 
-    **Communication:** an allgather of the error, if there is one, and the numbers of replicated
+    **Communication:** an allgather of None or the error of each rank, and the numbers of replicated
     leaves from rank 0, which alone reads them.
 
     Args:
@@ -341,11 +356,12 @@ def _unsharded(leaf: Leaf, ranks: int, read: Reader, description: str) -> LeafVa
     if not all(_same_bits(read(leaf, rank), first) for rank in range(1, ranks)):
         raise CheckpointRankCountError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values "
-            "differ: only as many ranks can restore it, in a PerRankState. Go on with "
-            f"{ranks} ranks, or leave the PerRankState out with jaxmpi.PerRankState(None) in its "
-            "place in `like` (an nnx variable with the value None) and make it anew. What "
-            "accumulate holds is equal on all ranks after each of its windows, so save there; what "
-            "the inner transform of local_sgd holds never is."
+            "differ: only as many ranks can restore it, in a PerRankState.",
+            advice=f"Go on with {ranks} ranks, or leave the PerRankState out with "
+            "jaxmpi.PerRankState(None) in its place in `like` (an nnx variable with the value "
+            "None) and make it anew. What accumulate holds is equal on all ranks after each of its "
+            "windows, so save there; what the inner transform of local_sgd holds never is.",
+            leaf=leaf.name,
         )
     return first
 
@@ -364,8 +380,10 @@ def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, description: str) -> 
         raise CheckpointRankCountError(
             f"leaf {leaf.name} was saved as {leaf} by {ranks} ranks, whose groups along this axis "
             f"have different values, and `like` has {description}: only {ranks} ranks with the "
-            f"same axes can restore it, into a leaf over this axis. Go on with {ranks} ranks and "
-            f"jaxmpi.init(axes={dict(leaf.axes)}), or save where the groups have equal values."
+            "same axes can restore it, into a leaf over this axis.",
+            advice=f"Go on with {ranks} ranks and jaxmpi.init(axes={dict(leaf.axes)}), or save "
+            "where the groups have equal values.",
+            leaf=leaf.name,
         )
     return first
 

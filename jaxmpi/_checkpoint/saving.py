@@ -21,7 +21,7 @@ import numpy as np
 from jaxmpi._backends.interface import Ranks, long_operation
 from jaxmpi._backends.one_process import PerRank
 from jaxmpi._checkpoint import array_files, folders
-from jaxmpi._checkpoint.agreement import Side, text_of
+from jaxmpi._checkpoint.agreement import RaisedError, Side
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_count, is_plain
 from jaxmpi._checkpoint.tree_leaves import leaves_of, to_host
 from jaxmpi._consistency.mismatch import outliers, ranks_have
@@ -74,13 +74,13 @@ class Prepared(NamedTuple):
       replicated: the leaves that are to be equal on all ranks.
       digests: of these leaves, on each rank that lives in this process.
       arrays: copies of what each rank of this process writes, by rank and name.
-      error: why there are none; "" if there are.
+      error: why there are none; None if there are.
     """
 
     replicated: list[Leaf]
     digests: list[list[str]]
     arrays: dict[int, dict[str, np.ndarray]]
-    error: str
+    error: RaisedError | None = None
 
 
 def prepare(backend: Ranks, leaves: Sequence[tuple[Leaf, LeafValue]], writers: range) -> Prepared:
@@ -104,8 +104,8 @@ def prepare(backend: Ranks, leaves: Sequence[tuple[Leaf, LeafValue]], writers: r
                     value = x[rank] if isinstance(x, PerRank) else x
                     copies[leaf.name] = to_host(value, copy=True)
     except Exception as error:  # such as a MemoryError: all ranks raise it
-        return Prepared([], [[]], {}, text_of(error))
-    return Prepared(replicated, digests, arrays, "")
+        return Prepared([], [[]], {}, RaisedError.of(error))
+    return Prepared(replicated, digests, arrays)
 
 
 def check_sides(prepared: Prepared, sides: Sequence[Side]) -> None:
@@ -120,8 +120,8 @@ def check_sides(prepared: Prepared, sides: Sequence[Side]) -> None:
       RankMismatchError: with the first leaf that differs.
     """
     for side in sides:
-        if side.error:
-            raise CheckpointError(side.error)
+        if side.error is not None:
+            raise side.error.to_raise()
     # the sides of processes, or the digests of ranks that are simulated in this one
     several = len(prepared.digests) > 1
     digests = prepared.digests if several else [side.digests for side in sides]
@@ -198,21 +198,23 @@ def begin(
       CheckpointError: on every rank, if rank 0 cannot make it or some rank does not see it.
     """
     saves.listen()  # a rank that returns from the allgather may write at once
-    rank, folder, lock, error = backend.place.rank, None, None, ""
+    rank, made, lock = backend.place.rank, None, None
+    error: RaisedError | None = None
     if rank == 0:
         try:
             directory = directory.absolute()
-            folder, lock = folders.begin(directory, in_memory)
+            made, lock = folders.begin(directory, in_memory)
         except Exception as caught:
-            error = text_of(caught)
+            error = RaisedError.of(caught)
     numbers = {}
     for leaf in leaves:
         if leaf.layout != "replicated" and leaf.plain:
             numbers[leaf.name] = leaf.value
-    everyone = backend.allgather_object((folder, error, numbers))
-    folder, error, _ = everyone[0]
-    if folder is None:
-        raise CheckpointError(error)
+    everyone = backend.allgather_object((made, error, numbers))
+    folder, failed, _ = everyone[0]
+    if failed is not None:
+        raise failed.to_raise()
+    assert folder is not None
     complete = []
     for leaf in leaves:
         if leaf.name in numbers:
@@ -222,26 +224,30 @@ def begin(
     several = len(writers_of(leaves, backend.place.size)) > 1
     if (several or in_memory) and folder.parent not in saves.seen:
         seen = os.path.exists(folder)  # `Path.exists` raises, where this user may not look
-        errors = backend.allgather_object("" if seen else _not_seen(rank, folder, in_memory))
-        if error := next(filter(None, errors), ""):
-            if lock:
-                lock.close()
-            raise CheckpointError(error)
+        errors = backend.allgather_object(None if seen else _not_seen(rank, folder, in_memory))
+        for not_seen in errors:
+            if not_seen is not None:
+                if lock:
+                    lock.close()
+                raise not_seen.to_raise()
         saves.seen.add(folder.parent)
     return Begun(directory, folder, lock, complete)
 
 
-def _not_seen(rank: int, folder: Path, in_memory: bool) -> str:
+def _not_seen(rank: int, folder: Path, in_memory: bool) -> RaisedError:
     """Return the error of a rank that does not see the folder that rank 0 has made."""
     who = f"save: rank {rank} on {os.uname().nodename} does not see {folder}, which rank 0 has made"
     if in_memory:
-        return (
-            f"{who} in the memory of its host. With ranks on several hosts, save without "
-            "in_memory=True."
+        return RaisedError(
+            f"{who} in the memory of its host.",
+            "With ranks on several hosts, save without in_memory=True.",
+            str(folder),
         )
-    return (
-        f"{who}. Save to a file system that all hosts share, or gather the state with "
-        "jaxmpi.unshard first."
+    return RaisedError(
+        f"{who}.",
+        "Save to a file system that all hosts share, or gather the state with jaxmpi.unshard "
+        "first.",
+        str(folder),
     )
 
 
@@ -274,7 +280,7 @@ class Saves:
         self.seen: set[Path] = set()  # directories in which all ranks see what rank 0 makes
         self._last: _Save | None = None
         # by folder and rank, what the other ranks have written, or an error; on rank 0
-        self._outcomes: dict[str, dict[int, Written | str]] = {}
+        self._outcomes: dict[str, dict[int, Written | RaisedError]] = {}
         self._changed = threading.Condition()
         self._take_back = at_exit(Step.OUTCOME, self._fail_if_unheard)
 
@@ -287,13 +293,13 @@ class Saves:
         self._last = _Save(self, backend, plan)
         self._last.start()
 
-    def wait(self, backend: Ranks) -> str:
-        """Wait for this rank's part of the last save; return its error, or ""."""
+    def wait(self, backend: Ranks) -> RaisedError | None:
+        """Wait for this rank's part of the last save; return its error, or None."""
         if self._last is None:
-            return ""
+            return None
         with long_operation(backend, f"writing the checkpoint of {self._last.name}"):
             self._last.wait()
-        return self._last.error or ""
+        return self._last.error
 
     def forget(self) -> None:
         """Forget the last save, once all ranks know how it has ended."""
@@ -311,7 +317,7 @@ class Saves:
         if monitor := session.monitor():
             monitor.topics["saved"] = self.note_written
 
-    def note_written(self, rank: int, message: tuple[str, Written | str]) -> None:
+    def note_written(self, rank: int, message: tuple[str, Written | RaisedError]) -> None:
         """Note the (folder, outcome) of another rank; called by the monitor on rank 0."""
         folder, outcome = message
         with self._changed:
@@ -320,7 +326,7 @@ class Saves:
 
     def outcomes(
         self, folder: str, count: int, poll: Callable[[], object] | None
-    ) -> list[Written | str]:
+    ) -> list[Written | RaisedError]:
         """Return the outcomes of `count` other ranks, once all of them have written.
 
         Args:
@@ -346,7 +352,7 @@ class Saves:
         """
         if self._last is not None and self._last.error is not None:
             sys.stdout.flush()
-            sys.stderr.write(f"jaxmpi: CheckpointError: save: {self._last.error}\n")
+            sys.stderr.write(f"jaxmpi: CheckpointError: {self._last.error.to_raise()}\n")
             sys.stderr.flush()
             os._exit(1)
 
@@ -355,7 +361,7 @@ class _Save:
     """One save, and the thread that writes this process's files."""
 
     def __init__(self, saves: Saves, backend: Ranks, plan: Plan) -> None:
-        self.error: str | None = None
+        self.error: RaisedError | None = None
         self.name = f"step {plan.step}"
         self._saves, self._backend, self._plan = saves, backend, plan
         self._arrays = plan.arrays
@@ -393,7 +399,7 @@ class _Save:
         elif self._monitor:
             self._monitor.send(0, "saved", (self._plan.begun.folder.name, outcome))
 
-    def _write(self) -> Written | str:
+    def _write(self) -> Written | RaisedError:
         """Write this process's files; return what is in them, or the error."""
         try:
             written = {}
@@ -401,14 +407,20 @@ class _Save:
                 written[rank] = array_files.write(self._plan.begun.folder, rank, arrays)
             return written
         except Exception as error:  # the next call raises it
-            self.error = f"{self.name}: {error}"
+            self.error = self._failed(error)
             return self.error
         finally:
             # the plan holds the same dict: its memory is needed
             for arrays in self._arrays.values():
                 arrays.clear()
 
-    def _finish(self, outcome: Written | str) -> None:
+    def _failed(self, error: Exception) -> RaisedError:
+        """Return an error of this save, which says the step."""
+        raised = RaisedError.of(error)
+        what = raised.what if isinstance(error, CheckpointError) else str(error)
+        return raised._replace(what=f"save: {self.name}: {what}")
+
+    def _finish(self, outcome: Written | RaisedError) -> None:
         """On rank 0, make the folder a checkpoint once all ranks have written."""
         plan = self._plan
         try:
@@ -417,7 +429,7 @@ class _Save:
             poll = partial(self._monitor.poll, ("saved",)) if self._monitor else None
             written: Written = {}
             for one in (outcome, *self._saves.outcomes(plan.begun.folder.name, others, poll)):
-                if isinstance(one, str):
+                if isinstance(one, RaisedError):
                     self.error = self.error or one
                 else:
                     written |= one
@@ -433,7 +445,7 @@ class _Save:
                     plan.keep,
                 )
         except Exception as error:
-            self.error = f"{self.name}: {error}"
+            self.error = self._failed(error)
         finally:
             if plan.begun.lock:
                 plan.begun.lock.close()

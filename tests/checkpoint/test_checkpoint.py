@@ -774,6 +774,93 @@ def test_another_tree_is_named(like, words):
         jaxmpi.restore(directory, like)
 
 
+def parts(function, *args, **kwargs):
+    """Return the `CheckpointError` of a call: its text must be what is wrong, and the advice."""
+    with pytest.raises(jaxmpi.CheckpointError) as raised:
+        function(*args, **kwargs)
+    error = raised.value
+    assert str(error) == f"{error.what} {error.advice}".strip()
+    return error
+
+
+@run_ranks(1, 2)
+def test_an_error_of_restore_has_the_folder_the_leaf_and_the_advice():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    jaxmpi.save(directory, 1, {"w": jnp.ones(3)})
+    other_shape = parts(jaxmpi.restore, directory, {"w": jnp.ones(4)})
+    folder = str(Path(directory, "step-000000000001"))
+    assert (other_shape.path, other_shape.leaf) == (folder, "['w']")
+    assert other_shape.advice.startswith("Build the model and the optimizer as they were")
+    # an error that one rank finds has its parts on all
+    last = jaxmpi.rank() == jaxmpi.size() - 1
+    mine = jax.ShapeDtypeStruct((3,), jnp.float32) if last else jnp.zeros(3)
+    no_values = parts(jaxmpi.restore, directory, {"w": mine, "b": mine}, partial=True)
+    assert (no_values.path, no_values.leaf) == (folder, "['b']")
+    assert no_values.advice == "Pass an array that it keeps."
+
+
+@run_ranks(1, 2)
+def test_the_damage_of_a_checkpoint_is_no_advice():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    for step in (1, 2):
+        jaxmpi.save(directory, step, {"a": jnp.arange(step * 3.0)}, background=False)
+    jaxmpi.barrier()
+    if jaxmpi.rank() == 0:
+        for step in (1, 2):
+            spoil(Path(directory, f"step-{step:012}"), "foreign")
+    jaxmpi.barrier()
+    advice = "look where it was saved."
+    for step, advised in ((None, advice.capitalize()), (2, f"Restore an older step, or {advice}")):
+        error = parts(warned, jaxmpi.restore, directory, {"a": jnp.zeros(6)}, step=step)
+        assert (error.path, error.leaf, error.advice) == (directory, "", advised)
+        assert error.what.startswith("restore: there is no whole checkpoint")
+        assert "step-000000000002/manifest.json is no manifest of a checkpoint" in error.what
+    nowhere = parts(jaxmpi.restore, directory, {}, step=9)
+    assert (nowhere.path, nowhere.advice) == (directory, "Look where it was saved.")
+
+
+def different_values(directory):
+    jaxmpi.save(directory, 1, {"s": jaxmpi.PerRankState(jnp.full(3, jaxmpi.rank() + 1.0))})
+    jaxmpi.latest(directory)
+
+
+def restored_by_more_ranks(directory):
+    error = parts(jaxmpi.restore, directory, {"s": jaxmpi.PerRankState(jnp.zeros(3))})
+    assert isinstance(error, jaxmpi.RankCountError)
+    assert error.leaf == "['s']" and error.advice.startswith("Go on with 2 ranks, or")
+
+
+def test_an_error_of_the_number_of_ranks_has_the_leaf_and_the_advice(tmp_path):
+    for ranks, function in ((2, different_values), (3, restored_by_more_ranks)):
+        pool(ranks, "auto").run(
+            Task(__file__, function.__name__, {"directory": str(tmp_path)}, 120.0)
+        )
+
+
+@run_ranks(1, 2)
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_of_save_has_the_file_and_the_advice_on_all_ranks(background):
+    directory = Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
+    tree = jaxmpi.PerRankState(jnp.full(3, jaxmpi.rank() + 1.0))
+    rank = jaxmpi.size() - 1
+
+    def refuse(_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jaxmpi.rank() == rank:
+            patch.setattr(os, "fsync", refuse)
+
+        def save_and_wait():
+            jaxmpi.save(directory, 1, tree, background=background)
+            jaxmpi.latest(directory)
+
+        error = parts(save_and_wait)
+    assert error.what.startswith(f"save: step 1: {error.path} could not be written: ")
+    assert error.path.endswith(f"rank-{rank}.part")
+    assert error.advice == "Free some space, or save elsewhere."
+
+
 @run_ranks(1, 2)
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"save: step is -1 and keep is 3"):
