@@ -159,11 +159,15 @@ def _check(state: ReplicaState, params: PyTree) -> None:
             f"check_replicas: params has {len(paths)} leaves, and leaf {leaf} differs between the "
             "ranks. Pass the parameters that update gets."
         )
+    name = leaf_name(paths[leaf][0])
     raise RankMismatchError(
-        f"check_replicas: leaf {leaf_name(paths[leaf][0])} of the parameters on rank {rank} was "
-        f"found to differ from the other ranks at step {step}. Make the parameters equal with "
-        "params = jaxmpi.synchronize(params), and look for an update that is not reduced over the "
-        "ranks, or for failing memory."
+        f"check_replicas: leaf {name} of the parameters on rank {rank} was found to differ from "
+        f"the other ranks at step {step}.",
+        advice="Make the parameters equal with params = jaxmpi.synchronize(params), and look for "
+        "an update that is not reduced over the ranks, or for failing memory.",
+        function="check_replicas",
+        leaf=name,
+        ranks=[rank],
     )
 
 

@@ -188,8 +188,12 @@ def test_one_bit_on_one_rank_is_found(dtype):
         with pytest.raises(
             jaxmpi.RankMismatchError,
             match=rf"leaf \['layer'\]\['kernel'\] of the parameters on rank {n - 1} .* at step 8",
-        ):
+        ) as raised:
             jaxmpi.check_replicas(state, params)
+    error = raised.value
+    assert (error.function, error.leaf) == ("check_replicas", "['layer']['kernel']")
+    assert error.ranks == (n - 1,) and error.advice.startswith("Make the parameters equal with")
+    assert str(error) == f"{error.what} {error.advice}"
 
 
 @run_ranks(2)
