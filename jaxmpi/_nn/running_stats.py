@@ -97,6 +97,9 @@ def average_batch_stats(
     if not groups:
         return stats
     if backend.place.size == 1 and not any(map(is_per_rank, leaves)):
+        if weight is None:
+            for group in groups:
+                _check_counts(group, named, leaves, _count_problem(group, leaves))
         for i, leaf in enumerate(named):
             leaves[i] = jnp.asarray(leaves[i]) if leaf.is_float else leaves[i]
         return treedef.unflatten(leaves)
@@ -228,6 +231,17 @@ def _count_of(count: Sequence[ArrayLike], dtype: np.dtype) -> jax.Array | None:
     return jnp.asarray(count[0]).astype(dtype) if count else None
 
 
+def _count_problem(group: StatGroup, leaves: Sequence[PyTree]) -> int:
+    """Return the problem of the count of a group on one rank; none in traced code."""
+    for i in group.count:
+        if isinstance(leaves[i], jax.core.Tracer):
+            return GOOD
+        n = np.asarray(leaves[i])
+        if not np.all((n >= 0) & (n < np.inf)):
+            return NO_COUNT
+    return GOOD
+
+
 def _times(w: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Return products with a weight, which are zero for weight zero even if x is not finite."""
     return [jnp.where(w == 0, 0, w * x) for x in xs]
@@ -247,7 +261,7 @@ def _check_counts(
     group: StatGroup,
     named: Sequence[StatLeaf],
     leaves: Sequence[PyTree],
-    found: jax.Array,
+    found: ArrayLike,
 ) -> None:
     """Raise the problem that a program has found with the counts of a group, on all ranks."""
     if isinstance(found, jax.core.Tracer) or found == GOOD or not group.count:

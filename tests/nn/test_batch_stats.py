@@ -338,6 +338,18 @@ def test_average_batch_stats_of_ranks_without_samples():
         average_batch_stats({"mean": jnp.zeros(1)}, weight=None if r == 1 else 1.0)
 
 
+@run_ranks(1, 2)
+@pytest.mark.parametrize("count", [-1, np.nan, np.inf])
+def test_average_batch_stats_refuses_a_count_that_is_none_on_any_number_of_ranks(count):
+    stats = {"mean": jnp.zeros(1), "var": jnp.ones(1), "count": jnp.array(count)}
+    with pytest.raises(
+        ValueError, match=rf"count \['count'\] is {count}.* on rank 0, and must be 0 or more"
+    ):
+        average_batch_stats(stats)
+    out = average_batch_stats(stats, weight=2.0)  # whose numbers count in the place of the counts
+    np.testing.assert_array_equal([out["mean"], out["var"]], [[0], [1]])
+
+
 UNKNOWN = {
     "variance without mean": (
         {"var": np.ones(2)},
