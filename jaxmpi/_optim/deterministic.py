@@ -17,14 +17,13 @@ Floating-point sums depend on their order, so the order is fixed in three places
    computed in that loop. So each summand is multiplied by a number that is always 1, which XLA
    cannot know (`in_one_order`). Matrix products stay as they are.
 3. Between the two: on one rank XLA could fuse the last sum with the optimizer's arithmetic, which
-   it cannot where a message is between them (`_fusion_barrier`).
+   it cannot where a message is between them (`not_fused`).
 """
 
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import final
 
@@ -42,6 +41,7 @@ from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, communicates
 from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs
 from jaxmpi._analysis.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._axis import AXIS, Axis
+from jaxmpi._barriers import not_fused, unknown_one
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankCountError
@@ -234,7 +234,7 @@ class MicroBatchMean(Mean):
             mean = total.reshape(-1)[:numbers] / micro_batches
             return mean.reshape(x.shape[1:]).astype(x.dtype)
 
-        return put(_fusion_barrier(function, map_floats(function, mean_of, stacks, sums)))
+        return put(not_fused(map_floats(function, mean_of, stacks, sums)))
 
 
 def _without_float0(stacks: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -288,26 +288,6 @@ def _tree_sum(x: jax.Array) -> jax.Array:
         even = len(x) // 2 * 2
         x = jnp.concatenate([x[0:even:2] + x[1:even:2], x[even:]])
     return x[0]
-
-
-def _fusion_barrier(function: str, tree: PyTree) -> PyTree:
-    """Return the tree as it is, in a way that XLA does not fuse operations across it.
-
-    Without it, on one rank XLA fuses the sum with the optimizer's arithmetic, and rounds
-    differently: a product and a sum become one operation (FMA). XLA drops an `optimization_barrier`
-    before it fuses. But it does not know that n² + n is even for an integer n, also where it
-    overflows. So it must keep a branch that depends on it.
-    """
-    leaves = [x for x in jax.tree.leaves(tree) if x.size]
-    if not leaves:
-        return tree
-    n = leaves[0].reshape(-1)[0].real.astype(jnp.int32)
-    return lax.cond(
-        (n * n + n) % 2 == 0,
-        lambda tree: tree,
-        partial(map_floats, function, jnp.negative),
-        tree,
-    )
 
 
 # --- sums in one order for any number of threads -------------------------------------------------
@@ -390,7 +370,7 @@ class _SumsInOneOrder:
 
     def __call__(self, eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
         if _is_float_sum(eqn):
-            return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
+            return _jaxcompat.bind(eqn, [xs[0] * unknown_one(xs[0], next(self._numbers))])
         # A loop, branch or call with a sum in it is evaluated by the same rule; all else as it is.
         op = op_of(eqn)
         if op not in (Op.CALL, Op.LINEAR_SOLVE, *BRANCHES_AND_LOOPS) or not _contains_sum(eqn):
@@ -443,9 +423,3 @@ def _equations(
         yield (*callers, eqn)
         for inner in subjaxprs(eqn):
             yield from _equations(inner, (*callers, eqn))
-
-
-def _one(x: jax.Array, k: int) -> jax.Array:
-    """Return the number 1 in a way that XLA cannot know: n² + n is even, for n = x[0] + k."""
-    n = x.reshape(-1)[0].real.astype(jnp.int32) + k
-    return jnp.where((n * n + n) % 2 == 0, 1, -1).astype(x.dtype)

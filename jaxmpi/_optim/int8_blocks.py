@@ -24,6 +24,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxmpi._barriers import rounded
 from jaxmpi._world import session
 
 __all__ = ["decode", "encode", "encode_mean", "rows"]
@@ -88,20 +89,10 @@ def rows(coded: jax.Array, block: int) -> jax.Array:
     q, scales = coded[..., :k], coded[..., k:].reshape(*coded.shape[:-1], k // block, SCALE_BYTES)
     scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
     numbers = q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale
-    return _rounded(numbers.reshape(q.shape))
+    return rounded(numbers.reshape(q.shape))
 
 
 # --- in JAX --------------------------------------------------------------------------------------
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    """Return x, computed such that XLA rounds it before it is used.
-
-    In some programs XLA makes one operation (FMA) of a product and the sum that it is added to, and
-    rounds once. Here a `where` is between the two, which returns x in both cases. XLA does not know
-    that, and keeps the product and the sum apart.
-    """
-    return jnp.where(x == x, x, jnp.nan)
 
 
 def _code(x: jax.Array, block: int) -> jax.Array:
@@ -122,7 +113,7 @@ def _code(x: jax.Array, block: int) -> jax.Array:
 
 def _encode_in_jax(residual: jax.Array, *xs: jax.Array, block: int) -> list[jax.Array]:
     flat = jnp.concatenate([x.reshape(-1) for x in xs] or [jnp.zeros(0, jnp.float32)])
-    padded = jnp.pad(_rounded(flat), (0, residual.size - flat.size))
+    padded = jnp.pad(rounded(flat), (0, residual.size - flat.size))
     m = padded.reshape(residual.shape) + residual
     coded = _code(m, block)
     return [coded, m - rows(coded, block)]
@@ -132,7 +123,7 @@ def _encode_mean_in_jax(residual: jax.Array, received: jax.Array, *, block: int)
     # Add in the order of the ranks: `jnp.sum` has another order in some programs.
     first, *others = rows(received, block)
     total = sum(others, first)
-    y = _rounded(total * np.float32(1 / len(received))) + residual
+    y = rounded(total * np.float32(1 / len(received))) + residual
     coded = _code(y, block)
     return [coded, y - rows(coded, block)]
 

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmpi._barriers import computed_once
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
@@ -93,7 +94,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     ) -> tuple[PyTree, SkipState]:
         reduced = [extra_args.get("value"), extra_args.get("grad")]
         finite = _finite((updates, reduced), extra_args.get("weight"))
-        bad = _computed_once(any_rank(~finite))
+        bad = computed_once(any_rank(~finite))
         # The step is always computed, and then kept or not: the vote travels in one message with
         # the mean of the gradients, so the mean cannot wait for it.
         out, after = inner.update(updates, state.inner, params, **extra_args)
@@ -210,16 +211,6 @@ def _finite(updates: PyTree, weight: Weight | None) -> jax.Array:
         return finite
     w, _ = as_weight("skip_nonfinite", weight, updates)
     return (finite & jnp.isfinite(w)) | (w == 0)
-
-
-def _computed_once(flag: jax.Array) -> jax.Array:
-    """Return a boolean that depends on all leaves, for use on every leaf: XLA computes it once.
-
-    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves
-    take n² instructions to compile. It does not fuse a sort; an `optimization_barrier` is gone
-    before it fuses.
-    """
-    return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
 
 
 def _unless(bad: jax.Array, out: PyTree, after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
