@@ -8,7 +8,7 @@ from jaxmpi._axis import Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._marks import as_whole, with_parameters
-from jaxmpi._optim.float_leaves import map_floats, sum_of, wide
+from jaxmpi._optim.float_leaves import map_floats, squared_norm, sum_of, wide
 from jaxmpi._optim.sharded_array import check_sharded_arrays, is_sharded_array, mask_padding
 
 __all__ = ["clip_by_global_norm"]
@@ -62,21 +62,15 @@ def _sum_of_squares(tree: PyTree) -> jax.Array:
     squares_along: dict[Axis, list[jax.Array]] = {}  # of this rank's shards, by their axis
     for x in jax.tree.leaves(tree, is_leaf=is_sharded_array):
         if is_sharded_array(x) and x.of:
-            square = _square(mask_padding(x.shard, x.of, 0, len(x.stack), axis=x.axis))
+            square = squared_norm(mask_padding(x.shard, x.of, 0, len(x.stack), axis=x.axis))
             squares_along.setdefault(x.axis, []).append(square)
         elif is_sharded_array(x):  # a scalar is whole on every rank
-            squares.append(_square(as_whole(x.shard, x.axis)))
+            squares.append(squared_norm(as_whole(x.shard, x.axis)))
         elif jnp.result_type(x) != jax.dtypes.float0:
-            squares.append(_square(x))
+            squares.append(squared_norm(x))
     # one allreduce for each axis; its result is equal along the axis, which the mark says
     for axis, of_shards in squares_along.items():
         here = sum_of(of_shards)
         total = Caller("clip_by_global_norm").allreduce(here, op="sum", axis=axis)
         squares.append(as_whole(total, axis))
     return sum_of(squares)
-
-
-def _square(x: jax.Array) -> jax.Array:
-    """Return the sum of the squared absolute values, in 32 bits at least."""
-    size = jnp.abs(x)
-    return jnp.sum(jnp.square(size.astype(wide(size.dtype))))

@@ -27,6 +27,7 @@ __all__ = [
     "floats",
     "made_of",
     "map_floats",
+    "squared_norm",
     "sum_of",
     "wide",
 ]
@@ -142,6 +143,12 @@ def sum_of(squares: Iterable[jax.Array]) -> jax.Array:
         dtype = widest(total, x)
         total = total.astype(dtype) + x.astype(dtype)
     return total
+
+
+def squared_norm(x: jax.Array) -> jax.Array:
+    """Return the sum of the squared absolute values of an array, in 32 bits at least."""
+    size = jnp.abs(x)  # of complex numbers, too
+    return jnp.sum(jnp.square(size.astype(wide(size.dtype))))
 
 
 def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import check_shapes, sum_of, wide
+from jaxmpi._optim.float_leaves import check_shapes, squared_norm, sum_of
 from jaxmpi._optim.loss import refuse_per_rank
 from jaxmpi._optim.mean import Allreduce, Weight
 from jaxmpi._world import session
@@ -109,8 +109,8 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         size = session.size()
         if size == 1:
             return updates, state
-        mean, small, _ = all_ranks.mean(updates, _square(updates), ())
-        large = _square(mean)
+        mean, small, _ = all_ranks.mean(updates, _tree_norm(updates), ())
+        large = _tree_norm(mean)
         signal = (size * large - small) / (size - 1)
         noise = (small - large) * size / (size - 1)
         # A NaN would stay in the averages for ever. The norms are equal on all ranks.
@@ -127,11 +127,10 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _square(tree: PyTree) -> jax.Array:
+def _tree_norm(tree: PyTree) -> jax.Array:
     """Return the squared norm of all numbers of a tree, a float32."""
     squares = []
     for x in jax.tree.leaves(tree):
         if jnp.result_type(x) != jax.dtypes.float0:
-            size = jnp.abs(x)  # of complex numbers
-            squares.append(jnp.sum(jnp.square(size.astype(wide(size.dtype)))))
+            squares.append(squared_norm(x))
     return sum_of(squares).astype(jnp.float32)
