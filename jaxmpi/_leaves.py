@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jaxmpi._errors import RankCountError
 from jaxmpi._per_rank_state import PathMarkKey, path_mark_of
@@ -15,6 +16,7 @@ __all__ = [
     "as_array",
     "check_fits",
     "check_rows",
+    "is_inexact",
     "is_key",
     "leaf_name",
     "output_name",
@@ -49,6 +51,11 @@ def output_name(path: KeyPath) -> str:
 def is_key(x: HasDtype) -> bool:
     """Return whether an array holds PRNG keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_inexact(x: ArrayLike | HasDtype) -> bool:
+    """Return whether x has real or complex floats."""
+    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
 
 
 def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.Array:

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array, leaf_name
+from jaxmpi._leaves import PyTree, as_array, is_inexact, leaf_name
 from jaxmpi._marks import as_shard, as_whole
 from jaxmpi._optim.mean import ReduceScatter, Weight
 from jaxmpi._optim.sharded_array import (
@@ -108,7 +108,7 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -
             )
         if isinstance(x, jax.ShapeDtypeStruct) or is_per_rank(x):
             continue
-        if as_array("fully_shard", path, x, None).ndim == 0 and flag and _is_float(x):
+        if as_array("fully_shard", path, x, None).ndim == 0 and flag and is_inexact(x):
             raise ValueError(
                 f"fully_shard: leaf {leaf_name(path)} is a scalar, no stack of layers. Pass False "
                 "for it in stacked."
@@ -216,7 +216,7 @@ def _shard_tree(stacked: tuple[bool, ...], axis: Axis) -> Callable[[PyTree], PyT
     def shard_leaves(params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
         for i, flag in enumerate(stacked):
-            if _is_float(leaves[i]):
+            if is_inexact(leaves[i]):
                 stack_axes = 1 if flag else 0
                 leaves[i] = make_sharded_array(leaves[i], stack_axes, axis=axis)
         return treedef.unflatten(leaves)
@@ -327,11 +327,6 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def _whole_dtype(x: ShardedArray, dtype: np.dtype | None) -> np.dtype:
     """Return the dtype of the whole array: `dtype`, if there is one and x has real floats."""
     return dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-
-
-def _is_float(x: ArrayLike) -> bool:
-    """Return whether x has real or complex floats."""
-    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
 
 
 def _is_leaf(x: object) -> bool:

@@ -38,7 +38,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, widest
+from jaxmpi._leaves import PyTree, is_inexact, widest
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
@@ -407,7 +407,7 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
     real_dtypes = []  # a complex number is multiplied by a real weight
     for leaf in jax.tree.leaves(tree, is_leaf=is_per_rank):
         x = leaf.stack if isinstance(leaf, PerRank) else leaf
-        if _is_inexact(x):
+        if is_inexact(x):
             real_dtypes.append(jnp.finfo(jnp.result_type(x)).dtype)
     dtype = widest(*real_dtypes)
     problem = _weight_problem(weight)
@@ -525,8 +525,3 @@ def weight_error(function: str, problem: str, ranks: list[int] | None = None) ->
         f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number "
         f"of 0 or more{where}."
     )
-
-
-def _is_inexact(x: ArrayLike) -> bool:
-    """Return whether x has real or complex floats."""
-    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
