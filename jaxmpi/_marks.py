@@ -26,6 +26,7 @@ __all__ = [
     "Whole",
     "as_shard",
     "as_whole",
+    "equal_along",
     "equal_on_all_ranks",
     "mark_of",
     "may_differ",
@@ -118,6 +119,14 @@ def equal_on_all_ranks(tree: PyTree) -> PyTree:
     on such an array.
     """
     return jax.tree.map(lambda x: mark_p.bind(x, mark=Equal()), tree)
+
+
+def equal_along(tree: PyTree, axis: Axis) -> PyTree:
+    """Return a tree whose arrays are marked as equal on all ranks, if the axis has all of them.
+
+    Along any other axis they are equal within each group only, and get no mark.
+    """
+    return equal_on_all_ranks(tree) if axis == AXIS else tree
 
 
 def may_differ(tree: PyTree) -> PyTree:

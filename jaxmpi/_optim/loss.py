@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
-from jaxmpi._marks import equal_on_all_ranks
+from jaxmpi._marks import equal_along, equal_on_all_ranks
 from jaxmpi._optim.float_leaves import map_floats
 from jaxmpi._optim.mean import Allreduce, Mean, Weight, as_weight
 from jaxmpi._optim.sharded_array import Shard, is_shard
@@ -123,7 +123,7 @@ def _equal_params(axis: Axis, params: PyTree, has_samples: ArrayLike | None) -> 
       has_samples: False on a rank with weight 0: its tangents are 0, so that a NaN in the
         derivatives of its loss reaches no other rank. None without weights.
     """
-    return _mark_equal(axis, params)
+    return equal_along(params, axis)
 
 
 @_equal_params.defjvp
@@ -136,12 +136,7 @@ def _equal_params_jvp(
         mean = map_floats(
             "average_loss", lambda t: jnp.where(has_samples, t, jnp.zeros_like(t)), mean
         )
-    return _mark_equal(axis, params), mean
-
-
-def _mark_equal(axis: Axis, params: PyTree) -> PyTree:
-    """Mark the parameters as equal on all ranks; along an axis, only those of a group are equal."""
-    return equal_on_all_ranks(params) if axis == AXIS else params
+    return equal_along(params, axis), mean
 
 
 # --- extra arguments of `update` -----------------------------------------------------------------

@@ -24,7 +24,7 @@ from jaxmpi._axis import AXIS, Axis
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._lowering.exact_updates import update_to
-from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._marks import equal_along, may_differ, with_parameters
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.loss import ExtraArgs
 from jaxmpi._optim.mean import Allreduce, ReduceScatter, Weight
@@ -51,7 +51,6 @@ from jaxmpi._optim.sharded_state import (
     shards_of,
     with_shards,
 )
-from jaxmpi._world import session
 
 __all__ = ["sharded"]
 
@@ -162,7 +161,7 @@ def sharded(
         else:
             param_shards = map_floats(
                 "sharded",
-                lambda x, m: shard_along(m, x.shape) if x.shape else _mark_equal(m, axis),
+                lambda x, m: shard_along(m, x.shape) if x.shape else equal_along(m, axis),
                 params,
                 shards_of(state.parts[1]),
             )
@@ -254,16 +253,8 @@ def _as_shard(axis: Axis, x: ShardedArray | jax.Array) -> PyTree:
     """Return a node of the state as `inner` gets it: a `Shard`, or an array equal on all ranks."""
     if isinstance(x, ShardedArray):  # its shard may be in an nnx variable
         return jax.tree.map(lambda value: make_shard(value, x.of, axis=axis), x.shard)
-    return _mark_equal(x, axis)
-
-
-def _mark_equal(x: jax.Array, axis: Axis) -> jax.Array:
-    """Mark an array of the state that is not a shard as equal on all ranks.
-
-    Without the mark the analysis assumes that it differs, as any leaf of a `ShardedState` may. Over
-    an axis it is equal within each group only, and gets no mark.
-    """
-    return x if session.size() == 1 or axis != AXIS else equal_on_all_ranks(x)
+    # without the mark the analysis assumes that it differs, as any leaf of a `ShardedState` may
+    return equal_along(x, axis)
 
 
 def _mark_per_group(updates: PyTree, axis: Axis) -> PyTree:
