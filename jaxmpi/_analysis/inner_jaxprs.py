@@ -1,16 +1,26 @@
 """Jaxprs inside of equations: those of calls, loops and branches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from jax.extend.core import JaxprEqn
+from jax.core import Atom
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.primitives import Op, is_arithmetic, properties
 from jaxmpi._jaxcompat import AnyJaxpr
 
-__all__ = ["callee", "constants", "equations", "line", "map_subjaxprs", "state_start", "subjaxprs"]
+__all__ = [
+    "callee",
+    "constants",
+    "equations",
+    "line",
+    "map_subjaxprs",
+    "state_start",
+    "subjaxprs",
+    "substituted",
+]
 
 T = TypeVar("T")
 
@@ -118,3 +128,11 @@ def _has_constants(jaxpr: AnyJaxpr) -> bool:
 def line(eqn: JaxprEqn) -> str:
     """Return the user's line that an equation comes from, as "file:line", for an error text."""
     return _jaxcompat.source_place(eqn) or "a line of a library"
+
+
+def substituted(atoms: Sequence[Atom], replacements: Mapping[Var, Atom]) -> list[Atom]:
+    """Return each operand of an equation, or what replaces it."""
+    replaced = []
+    for atom in atoms:
+        replaced.append(atom if isinstance(atom, Literal) else replacements.get(atom, atom))
+    return replaced

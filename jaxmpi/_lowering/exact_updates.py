@@ -21,7 +21,7 @@ Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is a floa
 there is one; if not, θ + u is a float next to q.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._analysis.inner_jaxprs import map_subjaxprs, subjaxprs
+from jaxmpi._analysis.inner_jaxprs import map_subjaxprs, subjaxprs, substituted
 from jaxmpi._analysis.primitives import Op, Trait, has, op_of
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import widest
@@ -121,7 +121,8 @@ def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
         if not is_update(eqn) and any(map(has_updates, subjaxprs(eqn))):
             eqn = eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, apply_exactly)})
         edited.append(eqn)
-    return _jaxcompat.with_equations(jaxpr, edited.eqns, edited.replaced(inner.outvars))
+    outvars = substituted(inner.outvars, edited.replacements)
+    return _jaxcompat.with_equations(jaxpr, edited.eqns, outvars)
 
 
 @_jaxcompat.kept_with_jaxpr
@@ -155,16 +156,9 @@ class _EditedEquations:
         """Add an equation, with its operands replaced."""
         for v in eqn.outvars:
             self._index[v] = len(self.eqns)
-        self.eqns.append(
-            eqn.replace(invars=self.replaced(eqn.invars)) if self.replacements else eqn
-        )
-
-    def replaced(self, atoms: Sequence[Atom]) -> list[Atom]:
-        """Return each value, or its replacement."""
-        return [
-            atom if isinstance(atom, Literal) else self.replacements.get(atom, atom)
-            for atom in atoms
-        ]
+        if self.replacements:
+            eqn = eqn.replace(invars=substituted(eqn.invars, self.replacements))
+        self.eqns.append(eqn)
 
     def exact_sum(self, add: JaxprEqn) -> Atom | None:
         """Return q if an equation adds x and an update of `update_to(x, q)`; else None."""
@@ -189,7 +183,9 @@ class _EditedEquations:
             return None
         if is_update(eqn):
             start, to = eqn.invars[:2]
-            return self.replaced([to])[0] if start.aval == x.aval and self._same(x, start) else None
+            if start.aval != x.aval or not self._same(x, start):
+                return None
+            return substituted([to], self.replacements)[0]
         if op_of(eqn) is Op.SELECT:
             return self._selected(add, x, eqn)
         if op_of(eqn) is Op.COND and any(map(has_updates, subjaxprs(eqn))):

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, Role, involves_ranks, role
-from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs
+from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs, substituted
 from jaxmpi._analysis.primitives import op_of, properties
 from jaxmpi._analysis.text import is_note, parameters
 from jaxmpi._axis import AXIS
@@ -132,20 +132,15 @@ def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     inner, _ = _jaxcompat.parts(jaxpr)
     replacements: dict[Var, Atom] = {}  # for the result of each note, its operand
     eqns = []
-
-    def replaced(atoms: Sequence[Atom]) -> list[Atom]:
-        return [
-            atom if isinstance(atom, Literal) else replacements.get(atom, atom) for atom in atoms
-        ]
-
     for eqn in inner.eqns:
+        invars = substituted(eqn.invars, replacements)
         if is_note(eqn):
-            replacements[eqn.outvars[0]] = replaced(eqn.invars)[0]
+            replacements[eqn.outvars[0]] = invars[0]
         else:
-            eqns.append(eqn.replace(invars=replaced(eqn.invars)) if replacements else eqn)
+            eqns.append(eqn.replace(invars=invars) if replacements else eqn)
     if not replacements:
         return jaxpr
-    return _jaxcompat.with_equations(jaxpr, eqns, replaced(inner.outvars))
+    return _jaxcompat.with_equations(jaxpr, eqns, substituted(inner.outvars, replacements))
 
 
 def is_local(jaxpr: ClosedJaxpr) -> bool:
