@@ -1,6 +1,6 @@
 """Jaxprs inside of equations: those of calls, loops and branches."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from jax.core import Atom
@@ -20,6 +20,7 @@ __all__ = [
     "state_start",
     "subjaxprs",
     "substituted",
+    "transform_name",
 ]
 
 T = TypeVar("T")
@@ -136,3 +137,16 @@ def substituted(atoms: Sequence[Atom], replacements: Mapping[Var, Atom]) -> list
     for atom in atoms:
         replaced.append(atom if isinstance(atom, Literal) else replacements.get(atom, atom))
     return replaced
+
+
+def transform_name(eqns: Iterable[JaxprEqn]) -> str:
+    """Return the optax transform whose `update` has made one of these equations; "" if none has.
+
+    It is that of the first equation that has one. The update of a transform is a function inside of
+    the transform's, such as "scale_by_trust_ratio.<locals>.update_fn".
+    """
+    for eqn in eqns:
+        for name in _jaxcompat.function_names(eqn):
+            if ".<locals>.update" in name:
+                return name.split(".<locals>")[0]
+    return ""

@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import COLLECTIVES, Role, role
 from jaxmpi._analysis.dataflow import Analysis, propagate
+from jaxmpi._analysis.inner_jaxprs import transform_name
 from jaxmpi._analysis.primitives import Op, Trait, has
 from jaxmpi._analysis.traced_program import TracedProgram
 from jaxmpi._axis import AXIS, Axis, names
@@ -76,9 +77,10 @@ def check_shards(traced: TracedProgram, axes: Mapping[str, int], *, api: str, ti
                 if line:
                     where = line
                     break
+            transform = transform_name(value.mixed) or "a function"
             raise ValueError(
                 f"{api}: {output_name(path[:-1])} of {title} is a shard, and depends on "
-                f"{_transform_name(value.mixed)}, which combines several elements of an array "
+                f"{transform}, which combines several elements of an array "
                 f"({value.mixed[0].primitive.name} at {where}) but gets this rank's shard only. "
                 "Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and "
                 "jaxmpi.clip_by_global_norm instead of optax's; or keep whole parameters with "
@@ -113,19 +115,6 @@ def _covers(groups: Sequence[Sequence[int]] | None, shard_groups: Groups) -> boo
         for rank in group:
             group_of[rank] = i
     return all(len({group_of[rank] for rank in ranks}) == 1 for ranks in shard_groups)
-
-
-def _transform_name(eqns: Sequence[JaxprEqn]) -> str:
-    """Return the optax transform whose `update` has made one of these equations, for an error.
-
-    The update of a transform is a function inside of the transform's, such as
-    "scale_by_trust_ratio.<locals>.update_fn".
-    """
-    for eqn in eqns:
-        for name in _jaxcompat.function_names(eqn):
-            if ".<locals>.update" in name:
-                return name.split(".<locals>")[0]
-    return "a function"
 
 
 # The lattice and the rules

@@ -38,7 +38,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._analysis.classify import BRANCHES_AND_LOOPS, communicates
-from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs
+from jaxmpi._analysis.inner_jaxprs import callee, map_subjaxprs, subjaxprs, transform_name
 from jaxmpi._analysis.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._barriers import not_fused, unknown_one
@@ -318,12 +318,8 @@ def _check_no_matrix_product(jaxpr: ClosedJaxpr) -> None:
         product = path[-1].primitive.name
         if not has(path[-1], Trait.MATRIX_PRODUCT):
             continue
-        # The transform is the innermost function `<transform>.<locals>.update` around the product.
-        names: list[str] = []
-        for eqn in reversed(path):
-            names.extend(_jaxcompat.function_names(eqn))
-        updates = [name for name in names if ".<locals>.update" in name]
-        transform = updates[0].split(".<locals>")[0] if updates else "the optimizer"
+        # the innermost transform around the product
+        transform = transform_name(reversed(path)) or "the optimizer"
         raise ValueError(
             "distributed: micro_batches gives the same bits on any number of ranks, and "
             f"{transform} in inner multiplies matrices ({product}), whose sums depend on the "
