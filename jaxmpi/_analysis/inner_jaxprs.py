@@ -128,7 +128,7 @@ def _has_constants(jaxpr: AnyJaxpr) -> bool:
 
 def line(eqn: JaxprEqn) -> str:
     """Return the user's line that an equation comes from, as "file:line", for an error text."""
-    return _jaxcompat.source_place(eqn) or "a line of a library"
+    return _jaxcompat.source_place(eqn) or _jaxcompat.LIBRARY_LINE
 
 
 def substituted(atoms: Sequence[Atom], replacements: Mapping[Var, Atom]) -> list[Atom]:

@@ -242,7 +242,7 @@ def _refuse(api: str, eqn: JaxprEqn, collective: JaxprEqn) -> None:
     decided, name = "which branch is taken", eqn.primitive.name
     if op_of(eqn) is not Op.COND:
         decided, name = "whether the loop goes on", "while_loop"
-    at = _jaxcompat.source_line(collective) or "a line of a library"
+    at = _jaxcompat.source_line(collective) or _jaxcompat.LIBRARY_LINE
     raise ValueError(
         f"{api}: {name} at {line(eqn)} contains a collective ({collective.primitive.name} at "
         f"{at}), and {decided} may differ between the ranks: some ranks would wait for the others "

@@ -71,7 +71,7 @@ def check_shards(traced: TracedProgram, axes: Mapping[str, int], *, api: str, ti
     for path, value in zip(traced.outs, values, strict=True):
         if in_shard(path) and value.mixed:
             # An equation inside of a call of optax may have no line of the user's; a caller has.
-            where = "a line of a library"
+            where = _jaxcompat.LIBRARY_LINE
             for eqn in value.mixed:
                 line = _jaxcompat.source_place(eqn)
                 if line:

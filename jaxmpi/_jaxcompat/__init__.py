@@ -67,6 +67,7 @@ from jaxmpi._jaxcompat.runtime import (
     watch_pmap,
 )
 from jaxmpi._jaxcompat.source import (
+    LIBRARY_LINE,
     CallSite,
     call_site,
     called_at,

@@ -14,6 +14,8 @@ from jax.extend.core import JaxprEqn
 
 from jaxmpi._job.process import stacks
 
+LIBRARY_LINE = "a line of a library"  # in the place of a line of the user's, where there is none
+
 CallSite: TypeAlias = tuple[tuple[str, int, int], ...]  # file, line and column of each frame
 
 

@@ -371,7 +371,7 @@ def _raise_clearer(error: NameError, title: str, name: str | None) -> None:
     has = "has no axis_name" if name is None else f"has axis_name {name!r}"
     axis = params.get("axis_name", "another axis")
     raise NameError(
-        f"pmap: {collective} at {at or 'a line of a library'} is over the axis {axis!r}, and the "
+        f"pmap: {collective} at {at or _jaxcompat.LIBRARY_LINE} is over the axis {axis!r}, and the "
         f"pmap of {title} {has}. Name the same axis in both, or jaxmpi.AXIS in the collective."
     ) from error
 

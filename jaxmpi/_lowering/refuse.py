@@ -249,7 +249,7 @@ def with_clear_errors(function: Callable[..., T], axes: Mapping[str, int]) -> Ca
         ) as error:
             name, params, at = _jaxcompat.failed_collective(error)
             if name:
-                where = f"{name} at {at or 'a line of a library'}"
+                where = f"{name} at {at or _jaxcompat.LIBRARY_LINE}"
                 _raise_clearer(error, where, name, params, axes)
             raise
 

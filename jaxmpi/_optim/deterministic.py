@@ -139,7 +139,7 @@ def _check_no_communication(jaxpr: ClosedJaxpr) -> None:
             continue
         # the innermost line of the user's code: that of the equation, or of a call around it
         lines = map(_jaxcompat.source_place, (eqn, *reversed(callers)))
-        line = next(filter(None, lines), "a line of a library")
+        line = next(filter(None, lines), _jaxcompat.LIBRARY_LINE)
         raise ValueError(
             f"micro_batch_grads: fun communicates ({eqn.primitive.name} at {line}), so that its "
             "results depend on the number of ranks. Use BatchNorm without axis_name, and reduce "
