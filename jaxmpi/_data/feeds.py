@@ -26,7 +26,16 @@ from jaxmpi._data.sampler import Cursor
 from jaxmpi._leaves import PyTree
 from jaxmpi._per_rank_state import PerRankState
 
-__all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read", "from_text", "to_text"]
+__all__ = [
+    "BatchesFeed",
+    "Feed",
+    "LoaderFeed",
+    "Plan",
+    "Read",
+    "close_iterator",
+    "from_text",
+    "to_text",
+]
 
 State = Mapping[str, Any]
 
@@ -145,7 +154,7 @@ class BatchesFeed(Feed):
                     break
                 yield batch, self._plan.after(start, number)
         finally:
-            _close(items)
+            close_iterator(items)
         if number != steps:
             given = f"more than {steps}" if number > steps else str(number)
             raise ValueError(
@@ -298,7 +307,7 @@ class LoaderFeed(Feed):
         if self.stream:
             self._set(self.batches, self._methods, source)
             return
-        _close(self._iterator)
+        close_iterator(self._iterator)
         self._iterator, self._begun, self._wanted, self._abandoned_at = None, False, source, ""
         self._skip = count if source is None else 0
 
@@ -326,7 +335,7 @@ class LoaderFeed(Feed):
         self._set(self.batches, self._methods, text)
         iterator = iter(self.batches)
         next(iterator, None)
-        _close(iterator)
+        close_iterator(iterator)
         self._abandoned_at = text
 
     def _set(self, source: Any, methods: tuple[str, str] | None, text: str | None) -> None:
@@ -385,7 +394,7 @@ def _methods(source: object) -> tuple[str, str] | None:
     return None
 
 
-def _close(iterator: object) -> None:
+def close_iterator(iterator: object) -> None:
     """Close an iterator that can be closed, and its workers with it."""
     close = getattr(iterator, "close", None)
     if callable(close):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from jaxmpi._data.feeds import BatchesFeed, Feed, LoaderFeed, Plan, Read
+from jaxmpi._data.feeds import BatchesFeed, Feed, LoaderFeed, Plan, Read, close_iterator
 from jaxmpi._data.per_rank import PerRankBatches
 from jaxmpi._job.process.at_exit import start_thread
 from jaxmpi._leaves import PyTree, check_fits, leaf_name
@@ -231,7 +231,7 @@ class Reading:
             return
         self._stop()
         self._ready.clear()
-        getattr(self._items, "close", lambda: None)()
+        close_iterator(self._items)
         mark, self._items, self.mark, self._over = self.mark, None, None, True
         self.feed.end(abandoned_at=mark)
 
@@ -273,8 +273,8 @@ class Reading:
         """Leave the iteration: the next one begins behind the mark."""
         if self._items is None:
             return
-        close, self._items = getattr(self._items, "close", lambda: None), None
-        close()
+        items, self._items = self._items, None
+        close_iterator(items)
         self._ready.clear()
         mark, self.mark = self.mark, None
         if self.feed.stream:
