@@ -33,7 +33,8 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._marks import with_parameters
 from jaxmpi._optim import int8_blocks
 from jaxmpi._optim.codec import Codec, OneMessage, check_codec
-from jaxmpi._optim.float_leaves import checked_count, floats, wide
+from jaxmpi._optim.float_leaves import floats, wide
+from jaxmpi._optim.transform_arguments import checked_count
 from jaxmpi._world import session
 
 __all__ = ["Codec", "OneMessage", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]

@@ -27,5 +27,6 @@ nonfinite       `skip_nonfinite`, `dynamic_loss_scale`, `any_rank`: non-finite s
 replicas        `watch_replicas`, `check_replicas`: parameters that differ between ranks
 
 For all of them:
-float_leaves    the leaves of floats in a tree, and checks of arguments
+float_leaves    the leaves of floats in a tree: maps, sums, dtypes
+transform_arguments  checks of arguments; branches; fields that optax's maps leave out
 """

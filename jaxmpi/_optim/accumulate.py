@@ -12,16 +12,10 @@ from jax.typing import ArrayLike
 from jaxmpi._job.process import stderr
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._marks import equal_on_all_ranks
-from jaxmpi._optim.float_leaves import (
-    check_transform,
-    checked_count,
-    either,
-    equal_types,
-    map_floats,
-    wide,
-)
+from jaxmpi._optim.float_leaves import equal_types, map_floats, wide
 from jaxmpi._optim.loss import as_floats
 from jaxmpi._optim.mean import Weight, as_weight, scaled, weight_error
+from jaxmpi._optim.transform_arguments import check_transform, checked_count, cond_or_call
 from jaxmpi._per_rank_state import PerRankState
 
 __all__ = ["AccumulateState", "accumulate"]
@@ -167,7 +161,7 @@ def accumulate(
 
         # `calls` and `flush` are equal on all ranks, so all take the branch that communicates.
         is_due = (calls == every) | flush
-        out, inner_state = either(is_due, take_step, wait, total_weight)
+        out, inner_state = cond_or_call(is_due, take_step, wait, total_weight)
         # After a step, start again from zero.
         calls, sums, value_sums = jax.tree.map(
             lambda x: jnp.where(is_due, jnp.zeros_like(x), x),

@@ -18,8 +18,8 @@ from jaxmpi._backends.base import Collective
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import check_in_step
 from jaxmpi._optim.mean import Allreduce, Mean, Traits
+from jaxmpi._optim.transform_arguments import check_in_step
 from jaxmpi._world import session
 
 __all__ = ["UNCODED", "Codec", "CodecMean", "OneMessage", "OneMessageMean", "check_codec"]

@@ -49,8 +49,9 @@ from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._lowering.trace import evaluate
 from jaxmpi._marks import with_parameters
-from jaxmpi._optim.float_leaves import checked_count, map_floats, wide
+from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._optim.mean import Mean, Traits
+from jaxmpi._optim.transform_arguments import checked_count
 from jaxmpi._world import session
 
 __all__ = ["MicroBatchMean", "invariant_update", "micro_batch_grads"]

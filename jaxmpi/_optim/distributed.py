@@ -21,10 +21,15 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._optim.adasum import Adasum
 from jaxmpi._optim.codec import Codec, CodecMean, check_codec
 from jaxmpi._optim.deterministic import MicroBatchMean, invariant_update
-from jaxmpi._optim.float_leaves import check_shapes, check_transform, checked_count, made_of
 from jaxmpi._optim.loss import ExtraArgs, refuse_per_rank
 from jaxmpi._optim.mean import Allreduce, Mean, Weight
 from jaxmpi._optim.sharded_array import refuse_shards
+from jaxmpi._optim.transform_arguments import (
+    check_shapes,
+    check_transform,
+    checked_count,
+    hidden_from_map_params,
+)
 from jaxmpi._per_rank_state import PerRankState
 from jaxmpi._world import session
 
@@ -132,7 +137,9 @@ def distributed(
         refuse_shards("distributed", params, axis if mean.traits.shards else AXIS)
         if not mean.traits.has_state:
             return inner.init(params)
-        return DistributedState(inner.init(params), PerRankState(made_of(params, mean.init)))
+        return DistributedState(
+            inner.init(params), PerRankState(hidden_from_map_params(params, mean.init))
+        )
 
     def step(
         updates: PyTree,

@@ -31,16 +31,14 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._optim.codec import UNCODED, Codec, CodecMean, OneMessageMean, check_codec
-from jaxmpi._optim.float_leaves import (
+from jaxmpi._optim.float_leaves import equal_types, floats, map_floats
+from jaxmpi._optim.mean import Allreduce, Mean
+from jaxmpi._optim.transform_arguments import (
     check_transform,
     checked_count,
-    either,
-    equal_types,
-    floats,
-    made_of,
-    map_floats,
+    cond_or_call,
+    hidden_from_map_params,
 )
-from jaxmpi._optim.mean import Allreduce, Mean
 from jaxmpi._per_rank_state import PerRankState
 from jaxmpi._world import session
 
@@ -264,7 +262,7 @@ class LocalSGD:
 
     def _init_fragment(self, params: PyTree) -> Fragment:
         """Return the state of a fragment with these parameters."""
-        mean_state = made_of(params, self.mean.init)
+        mean_state = hidden_from_map_params(params, self.mean.init)
         fragment = Fragment(
             jax.tree.map(jnp.array, params) if self.layout.keeps_anchor else (),
             self.outer.init(params) if self.outer else (),
@@ -324,14 +322,14 @@ class LocalSGD:
             is_due = is_due & fragment.on_its_way  # in the first round there is no message yet
             finish = self._receive
         # `calls` and `on_its_way` are equal on all ranks, so all take the branch that communicates.
-        params, fragment = either(
+        params, fragment = cond_or_call(
             equal_on_all_ranks(is_due),
             lambda: equal_types(finish(params, fragment), (params, fragment)),
             lambda: (may_differ(params), fragment),
         )
         if not self.delay:
             return params, fragment
-        return params, either(
+        return params, cond_or_call(
             calls == send_call,
             lambda: equal_types(self._send(params, fragment), fragment),
             lambda: fragment,
@@ -488,7 +486,7 @@ class SeveralFragments(FragmentLayout):
     def init_fragments(
         self, params: PyTree, init_fragment: Callable[[PyTree], Fragment]
     ) -> tuple[Fragment, ...]:
-        fragments: tuple[Fragment, ...] = made_of(
+        fragments: tuple[Fragment, ...] = hidden_from_map_params(
             params, lambda params: tuple(map(init_fragment, self.split(params)))
         )
         return fragments

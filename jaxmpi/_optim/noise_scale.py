@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import check_shapes, squared_norm, sum_of
+from jaxmpi._optim.float_leaves import squared_norm, sum_of
 from jaxmpi._optim.loss import refuse_per_rank
 from jaxmpi._optim.mean import Allreduce, Weight
+from jaxmpi._optim.transform_arguments import check_shapes
 from jaxmpi._world import session
 
 __all__ = ["NoiseScaleState", "measure_noise_scale"]

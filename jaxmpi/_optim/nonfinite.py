@@ -15,15 +15,10 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
 from jaxmpi._marks import with_parameters
-from jaxmpi._optim.float_leaves import (
-    check_transform,
-    checked_count,
-    equal_types,
-    map_floats,
-    wide,
-)
+from jaxmpi._optim.float_leaves import equal_types, map_floats, wide
 from jaxmpi._optim.loss import have_identical_leaves
 from jaxmpi._optim.mean import Weight, as_weight
+from jaxmpi._optim.transform_arguments import check_transform, checked_count
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
 

@@ -14,7 +14,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._marks import equal_on_all_ranks
-from jaxmpi._optim.float_leaves import check_transform, checked_count, either
+from jaxmpi._optim.transform_arguments import check_transform, checked_count, cond_or_call
 from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
@@ -83,7 +83,7 @@ def watch_replicas(
             )
         out, after = inner.update(updates, state.inner, params, **extra_args)
         step = equal_on_all_ranks(state.step)
-        leaf, rank = either(step % every == 0, lambda: _compare(params), _none_found)
+        leaf, rank = cond_or_call(step % every == 0, lambda: _compare(params), _none_found)
         # keep the step of the first difference, until a comparison finds none
         compared, differs = step % every == 0, leaf >= 0
         found = jnp.where(differs, jnp.where(state.found < 0, step, state.found), -1)

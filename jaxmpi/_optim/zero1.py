@@ -25,7 +25,7 @@ from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._marks import equal_along, may_differ, with_parameters
-from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
+from jaxmpi._optim.float_leaves import map_floats
 from jaxmpi._optim.loss import ExtraArgs
 from jaxmpi._optim.mean import Allreduce, ReduceScatter, Weight
 from jaxmpi._optim.partition import on_shards
@@ -51,6 +51,7 @@ from jaxmpi._optim.sharded_state import (
     shards_of,
     with_shards,
 )
+from jaxmpi._optim.transform_arguments import check_in_step, check_shapes, check_transform
 
 __all__ = ["sharded"]
 
