@@ -212,7 +212,7 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
             check("average_metrics", path, leaf)
     dtype = widest(*leaves)
     floats = treedef.unflatten([jnp.asarray(x, dtype) for x in leaves])
-    mean = Allreduce("average_metrics").by(weight, empty=jnp.nan)
+    mean = Allreduce("average_metrics").weighted_by(weight, empty=jnp.nan)
     means, _, _ = mean.mean(floats, (), ())
     return means
 

@@ -156,7 +156,7 @@ def distributed(
             inner_state, mean_state = state.inner, state.codec.per_rank
         # The means over the ranks, in one message where that is possible: of the gradients, and of
         # `value` and `grad`.
-        grads, averaged, mean_state = mean.average(updates, extra.local, weight, mean_state)
+        grads, averaged, mean_state = mean.weighted_mean(updates, extra.local, weight, mean_state)
         # Every rank takes the same step of `inner`.
         inner_update = invariant_update(inner) if mean.traits.one_order else inner.update
         args = extra.reduced(grads, averaged, mean, weight)
@@ -261,7 +261,7 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
         refuse_per_rank("average_gradients", extra_args)
         if params is not None:
             check_shapes("average_gradients", updates, params)
-        means, _, _ = mean.average(updates, (), weight, ())
+        means, _, _ = mean.weighted_mean(updates, (), weight, ())
         return means, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

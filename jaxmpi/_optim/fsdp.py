@@ -310,7 +310,7 @@ def _gather_bwd(
         else:
             uncut.append(ct)
     # a reduce_scatter of the stacks, and an allreduce of the others
-    mean = ReduceScatter("unshard", axis).by(weight)
+    mean = ReduceScatter("unshard", axis).weighted_by(weight)
     means_of_stacks, means_of_uncut, _ = mean.mean(stacks, uncut, ())
     # Put both lists together in the order of the layouts.
     cut_means, uncut_means = iter(means_of_stacks), iter(means_of_uncut)

@@ -100,7 +100,7 @@ def over_ranks(fun: Function, mean: Mean, weight: Weight | None) -> Function:
         if session.size() == 1:
             return fun(params, *args, **kwargs)
         out = fun(_equal_params(mean.axis, params, has_samples), *args, **kwargs)
-        return loss_mean.average(out, (), weight, ())[0]
+        return loss_mean.weighted_mean(out, (), weight, ())[0]
 
     return reduced
 

@@ -16,7 +16,7 @@ With x_r the tree of rank r, and p ranks:
 | `Adasum` in adasum.py | Σ_r c_r·x_r | `op="adasum"` |
 | `MicroBatchMean` in deterministic.py | (1/M) · Σ_i x_i, in one order | `micro_batches` |
 
-`Mean.average` is `mean` with a weight, if there is one.
+`Mean.weighted_mean` is `mean` with a weight, if there is one.
 """
 
 from abc import ABC, abstractmethod
@@ -139,7 +139,7 @@ class Mean(ABC):
         """
 
     @final
-    def by(self, weight: Weight | None, empty: float = 0.0) -> "Mean":
+    def weighted_by(self, weight: Weight | None, empty: float = 0.0) -> "Mean":
         """Return the weighted form of this mean, or this mean if there is no weight.
 
         Args:
@@ -149,7 +149,7 @@ class Mean(ABC):
         return self if weight is None else Weighted(self, weight, empty)
 
     @final
-    def average(
+    def weighted_mean(
         self, updates: PyTree, extra: PyTree, weight: Weight | None, state: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Return (means of `updates`, means of `extra`, new state), weighted if there is a weight.
@@ -169,7 +169,7 @@ class Mean(ABC):
         Raises:
           ValueError: the weight is wrong, as in `Weighted`.
         """
-        means, extra_means, state = self.by(weight).mean(updates, extra, state)
+        means, extra_means, state = self.weighted_by(weight).mean(updates, extra, state)
         if weight is None:
             return means, extra_means, state
         return (

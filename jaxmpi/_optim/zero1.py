@@ -230,7 +230,7 @@ def _shards_of_means(
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
     size = size_along(mean.axis)
     if size == 1:
-        means, local_means, _ = Allreduce("sharded", axis=mean.axis).average(
+        means, local_means, _ = Allreduce("sharded", axis=mean.axis).weighted_mean(
             updates, local, weight, ()
         )
         return means, local_means
@@ -243,7 +243,7 @@ def _shards_of_means(
             scalars[i] = x
         else:
             stacks[i] = all_shards(x, size)
-    shards, scalars, _ = mean.by(weight).mean(stacks, scalars, ())
+    shards, scalars, _ = mean.weighted_by(weight).mean(stacks, scalars, ())
     for i, x in (shards | scalars).items():
         leaves[i] = x
     means, local_means = treedef.unflatten(leaves)
