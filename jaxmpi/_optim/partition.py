@@ -162,7 +162,7 @@ def _neutral(op: str, dtype: np.dtype) -> float:
         if dtype == jnp.bool_:
             return not is_max
         return jnp.iinfo(dtype).min if is_max else jnp.iinfo(dtype).max
-    return op == "prod"
+    return 1.0 if op == "prod" else 0.0
 
 
 def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:
