@@ -25,7 +25,7 @@ from jaxmpi._world import session
 
 __all__ = ["average_batch_stats"]
 
-GOOD, NO_COUNT, NO_SAMPLES = range(3)  # what a program finds out about the counts of a group
+GOOD, BAD_COUNT, NO_SAMPLES = range(3)  # what a program finds out about the counts of a group
 
 
 def average_batch_stats(
@@ -76,9 +76,8 @@ def average_batch_stats(
     Raises:
       ValueError: a variance without a mean of its shape beside it; a float beside a mean that may
         or may not be its variance; a logarithm or an inverse of a variance; floats without any
-        name; a sum of squares without a count, or
-        with the count 0 on some ranks only; on all ranks, a weight or count of any rank that is
-        no such number.
+        name; a sum of squares without a count, or with the count 0 on some ranks only; on all
+        ranks, a weight or count of any rank that is no such number.
       TypeError: a leaf that is no array or number, with its path.
 
     >>> average_batch_stats({"mean": jnp.zeros(1), "var": jnp.ones(1)}, weight=32)["var"]
@@ -157,7 +156,7 @@ def _combined(
         outs.append(_put_back(group, x, centers[i], variances, hidden[i]))
         some_empty = (empty[i] > 0) & jnp.any(W > 0)
         problem = jnp.where(some_empty, NO_SAMPLES, GOOD)
-        problems.append(jnp.where(jnp.any(jnp.isnan(W)), NO_COUNT, problem))
+        problems.append(jnp.where(jnp.any(jnp.isnan(W)), BAD_COUNT, problem))
     return outs, problems, given
 
 
@@ -238,7 +237,7 @@ def _count_problem(group: StatGroup, leaves: Sequence[PyTree]) -> int:
             return GOOD
         n = np.asarray(leaves[i])
         if not np.all((n >= 0) & (n < np.inf)):
-            return NO_COUNT
+            return BAD_COUNT
     return GOOD
 
 
@@ -274,7 +273,7 @@ def _check_counts(
         mine = [np.asarray(x) for x in backend.transport.arrays.local([*map(jnp.asarray, counts)])]
         by_rank = backend.allgather_object(np.max(mine, 0))
     text = named[group.count[0]].text
-    if found == NO_COUNT:
+    if found == BAD_COUNT:
         wrong = [r for r, n in enumerate(by_rank) if not np.all((n >= 0) & (n < np.inf))]
         raise ValueError(
             f"{FUNCTION}: count {text} is {by_rank[wrong[0]]} on {in_words(wrong[:1])}, and must "

@@ -78,7 +78,7 @@ class StatLeaf(NamedTuple):
     name: Name
     shape: tuple[int, ...]
     dtype: np.dtype
-    state: str = ""  # the mode of Equinox's BatchNorm, for its mean and variance; else ""
+    mode: str = ""  # the mode of Equinox's BatchNorm, for its mean and variance; else ""
 
     @property
     def is_float(self) -> bool:
@@ -239,7 +239,7 @@ def pair_up(
         group = groups.setdefault(mean, StatGroup(mean))
         vars(group)[SPREADS[match.group().lower()]].append(i)
         group.count = group.count or _count(at, name, k, match)
-        if leaf.state == "batch":
+        if leaf.mode == "batch":
             group.counter = [mean - 1]  # the value before the pair
             if momentum is None:
                 raise ValueError(
