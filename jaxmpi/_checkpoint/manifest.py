@@ -232,7 +232,10 @@ def _parse_leaf(
     axis: Sequence[str] = (),
     axes: Sequence[tuple[str, int]] = (),
 ) -> Leaf:
-    """Return a leaf with its row of a manifest checked; rows may end where the rest is default."""
+    """Return a leaf with its row of a manifest checked.
+
+    Rows that were written before the first release end where the rest has these defaults.
+    """
     layout = LAYOUTS.get(saved_layout)
     if not isinstance(name, str) or layout is None:
         raise ValueError(f"leaf {name} is {saved_layout}")
