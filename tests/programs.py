@@ -1,5 +1,6 @@
 """Programs that are started as a user would, what they print, and what they leave."""
 
+import contextlib
 import os
 import re
 import signal
@@ -65,6 +66,9 @@ def segments_left(before):
         names = {name for name in os.listdir("/dev/shm") if ours.match(name)}
         for entry in Path("/proc").glob("[0-9]*"):
             names.difference_update(Path(path).name for path in run_dir.segments(entry.name))
+            with contextlib.suppress(OSError):  # its environment names the folder of its job
+                environ = (entry / "environ").read_bytes()
+                names -= {name for name in names if f"/{name}\0".encode() in environ}
         return names
 
     left, deadline = unmapped().difference(before), time.monotonic() + 10

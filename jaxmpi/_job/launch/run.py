@@ -37,7 +37,7 @@ from jaxmpi._job.launch.placement import (
 )
 from jaxmpi._job.launch.scaling import Point, picture, table
 from jaxmpi._job.launch.supervisor import Outcome, open_streams, say, supervise
-from jaxmpi._job.process import compiled_files, settings
+from jaxmpi._job.process import compiled_files, run_dir, settings
 
 __all__ = ["Restarts", "run"]
 
@@ -124,28 +124,31 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
     daemon: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
     if request.mps:
         daemon = mps_daemon(os.environ)
-    with daemon as mps:
-        return _run_with(request, mpiexec, library, attempt, mps)
+    variable = mpiexec.launcher.segment_folder
+    if on_other_nodes(request.mpi_options, os.environ):
+        variable = ""  # the folder would be missing there
+    with daemon as mps, run_dir.segment_folder(variable, os.environ) as segments:
+        return _run_with(request, mpiexec, library, attempt, {**mps, **segments})
 
 
 def _run_with(
-    request: Request, mpiexec: Mpiexec, library: str, attempt: int, mps: Mapping[str, str]
+    request: Request, mpiexec: Mpiexec, library: str, attempt: int, variables: Mapping[str, str]
 ) -> Outcome:
-    """Run the job as `_run_once`, with the variables of its MPS daemon."""
+    """Run the job as `_run_once`, with these variables for its ranks, too."""
     decided = plan(request, mpiexec, survey(), os.environ)
     say(decided.summary)
-    run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
+    folder = tempfile.mkdtemp(prefix="jaxmpi-")
     added = {
         **decided.environ,
         **plain_jax.variables(mpiexec, library, request.mpi_options, os.environ),
         **_terminal(os.environ),
-        **mps,
-        "JAXMPI_RUN_DIR": run_dir,
+        **variables,
+        "JAXMPI_RUN_DIR": folder,
         "JAXMPI_RESTART": str(attempt),
     }
     if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
         added["JAXMPI_CACHE_DIR"] = kept
-    for_launcher = environment(mpiexec, os.environ, request.mpi_options, run_dir)
+    for_launcher = environment(mpiexec, os.environ, request.mpi_options, folder)
     exported = [*added]
     for name in os.environ:
         if name not in added and name.startswith(_EXPORTED):
@@ -159,7 +162,7 @@ def _run_with(
             plain_jax.names_for_jax(mpiexec.launcher),
         ),
         {**os.environ, **added, **for_launcher},
-        run_dir,
+        folder,
         mpiexec.launcher,
         [*named_hosts(request.mpi_options, os.environ)],
     )

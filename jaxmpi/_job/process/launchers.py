@@ -100,6 +100,7 @@ class Launcher:
 
     # MPI's files in /dev/shm
     segments: tuple[str, ...] = ()  # how their names begin
+    segment_folder: str = ""  # the variable for a folder in the place of /dev/shm
 
 
 Field = Callable[[Launcher], tuple[str, ...]]  # picks names out of a row
@@ -163,6 +164,7 @@ OPEN_MPI_5 = Launcher(
     ),
     rank_hosts=(r"process rank \d+ with PID \d+ on node (?P<host>\S+) (?:exited|exiting)",),
     segments=("sm_segment",),
+    segment_folder="OMPI_MCA_btl_sm_backing_directory",
 )
 OPEN_MPI_4 = replace(
     OPEN_MPI_5,
@@ -174,6 +176,7 @@ OPEN_MPI_4 = replace(
     scratch_hidden=True,
     parameters=("ompi_info", "--all"),
     segments=("vader_segment",),
+    segment_folder="OMPI_MCA_btl_vader_backing_directory",
 )
 MPICH = Launcher(
     name="MPICH",

@@ -13,9 +13,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +45,7 @@ __all__ = [
     "remove_segments",
     "report_failures",
     "reported_failures",
+    "segment_folder",
     "segments",
     "state",
 ]
@@ -56,7 +59,8 @@ SEGMENT_PREFIX = "jaxmpi-"
 # The names of MPI's and jaxmpi's own files. A rank may map others (a data set in /dev/shm), and
 # those must survive the job.
 _SEGMENT = re.compile(
-    rf"/dev/shm/(?:(?:{'|'.join(launchers.names(lambda launcher: launcher.segments))})[._-]"
+    rf"/dev/shm/(?:{SEGMENT_PREFIX}[^\s/]+/)?"  # the folder of a job, as `segment_folder` makes it
+    rf"(?:(?:{'|'.join(launchers.names(lambda launcher: launcher.segments))})[._-]"
     rf"|{SEGMENT_PREFIX})[^\s/]+"
 )
 
@@ -267,6 +271,34 @@ def segments(pid: int | str = "self") -> tuple[str, ...]:
     return tuple(sorted(paths))
 
 
+@contextlib.contextmanager
+def segment_folder(variable: str, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Make a folder for MPI's shared memory of one job; yield the variable that names it.
+
+    Open MPI names its files after the job, by 16 bits of a checksum. Two jobs on one host whose
+    checksums are equal would open the same files, and write into each other's queues: one of some
+    65,000 pairs of jobs, of which some rank then ends by SIGSEGV, or hangs.
+
+    Nothing is made, and no variable yielded, where `variable` is "", where the user has set it, and
+    where there is no /dev/shm. The folder is removed afterwards.
+
+    Args:
+      variable: its name, as `Launcher.segment_folder`.
+      environ: the variables of the user. In a job that a rank of another job starts, the variable
+        has the folder of that one.
+    """
+    theirs = environ.get(variable, "")
+    folder = ""
+    if variable and (not theirs or theirs.startswith(f"{FOLDER}/{SEGMENT_PREFIX}")):
+        with contextlib.suppress(OSError):
+            folder = tempfile.mkdtemp(prefix=SEGMENT_PREFIX, dir=FOLDER)
+    try:
+        yield {variable: folder} if folder else {}
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_segments(recorded: set[str], started: float) -> None:
     """Remove the shared memory that a job has left.
 
@@ -293,6 +325,7 @@ def remove_segments(recorded: set[str], started: float) -> None:
 
     left = unmapped(recorded)
     named = {path for path in Path(FOLDER).glob("*") if _SEGMENT.fullmatch(str(path))}
+    named = {path for path in named if not path.is_dir()}
     others = unmapped({str(path) for path in named if ours(path)} - recorded)
     if others:
         time.sleep(MAP_SECONDS)

@@ -1384,12 +1384,88 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
         ("mpich_shm_AbCdEf", True),
         ("Intel_MPI_V2h3CF", True),
         ("jaxmpi-1", True),
+        ("jaxmpi-ab_12xyz/sm_segment.vm.0.c9b60001.0", True),  # in the folder of a job
         ("psm_14e192bf", False),  # Python's
         ("sem.mp-0b8r35", False),
     ],
 )
 def test_files_in_shared_memory_that_are_those_of_a_job(name, known):
     assert bool(registry._SEGMENT.fullmatch(f"/dev/shm/{name}")) == known
+
+
+WHERE_SEGMENTS_ARE = """
+import sys, time
+from pathlib import Path
+import jaxmpi
+from jaxmpi._job.process import run_dir
+jaxmpi.init()
+from mpi4py import MPI
+folders = {str(Path(path).parent) for path in run_dir.segments() if "_segment" in path}
+folders = set().union(*jaxmpi.allgather_object(folders))
+if jaxmpi.rank() == 0:
+    print(MPI.get_vendor()[0], *folders, sep=",", flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_each_job_has_its_own_folder_for_open_mpis_shared_memory(tmp_path):
+    """Two jobs may give their files the same names."""
+    script = tmp_path / "script.py"
+    script.write_text(WHERE_SEGMENTS_ARE)
+    run = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", script]
+    with subprocess.Popen([*run, "4"], stdout=subprocess.PIPE, text=True) as first:
+        vendor, *mine = first.stdout.readline().strip().split(",")
+        second = subprocess.run([*run, "0"], stdout=subprocess.PIPE, text=True)
+        assert first.wait() == 0
+    _, *theirs = second.stdout.strip().split(",")
+    if vendor != "Open MPI":
+        assert not mine + theirs
+        return
+    assert len(mine) == len(theirs) == 1 and mine != theirs
+    for folder in mine + theirs:
+        assert folder.startswith("/dev/shm/jaxmpi-") and not os.path.exists(folder)
+
+
+TALKS = """
+import sys, time
+import jaxmpi
+jaxmpi.init()
+end = time.monotonic() + float(sys.argv[1])
+jaxmpi.print("started")
+while jaxmpi.broadcast_object(time.monotonic() < end):
+    for k in range(100):
+        assert jaxmpi.allgather_object((jaxmpi.rank(), k)) == [(0, k), (1, k)]
+"""
+
+
+@pytest.mark.slow
+def test_jobs_of_two_containers_that_share_memory_and_names(tmp_path):
+    """In two namespaces of processes the launchers of Open MPI have one id, and so one job name."""
+    script = tmp_path / "script.py"
+    script.write_text(TALKS)
+    in_container = ["unshare", *["-r"] * bool(os.geteuid()), "-pf", "--mount-proc"]
+    run = [*in_container, sys.executable, "-m", "jaxmpi", "run", "-n", "2", script]
+    with subprocess.Popen([*run, "12"], stdout=subprocess.PIPE, text=True) as first:
+        first.stdout.readline()
+        second = subprocess.run([*run, "2"])
+        first.stdout.read()
+    assert (first.returncode, second.returncode) == (0, 0)
+
+
+def test_a_folder_for_shared_memory_that_the_user_names_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "FOLDER", str(tmp_path))
+    with registry.segment_folder("NAME", {"NAME": "/theirs"}) as variables:
+        assert variables == {}
+    with registry.segment_folder("", {}) as variables:
+        assert variables == {}
+    outer = f"{tmp_path}/jaxmpi-abcdefgh"  # of the job whose rank starts this one
+    with registry.segment_folder("NAME", {"NAME": outer}) as variables:
+        folder = Path(variables["NAME"])
+        assert folder.is_dir() and str(folder) != outer and folder.stat().st_mode & 0o777 == 0o700
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(registry, "FOLDER", str(tmp_path / "nowhere"))
+    with registry.segment_folder("NAME", {}) as variables:
+        assert variables == {}
 
 
 def test_remove_segments_without_shared_memory(tmp_path, monkeypatch):

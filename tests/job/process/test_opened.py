@@ -109,10 +109,9 @@ def files(processes, folders):
         for name in {*mapped, *(link for link in links(pid) if link.startswith("/dev/shm/"))}:
             path, deleted = Path(name.removesuffix(" (deleted)")), name.endswith(" (deleted)")
             mode = "no name" if deleted else f"{stat.S_IMODE(path.lstat().st_mode):o}"
-            host = re.sub(re.escape(os.uname().nodename), "HOST", path.name)
-            rows.add(
-                ("shared memory", f"/dev/shm/{general(re.sub('[0-9a-f]{6,}', '*', host))}", mode)
-            )
+            of_job = re.sub(r"^/dev/shm/jaxmpi-[a-z0-9_]{8}/", "/dev/shm/jaxmpi-*/", str(path))
+            host = re.sub(re.escape(os.uname().nodename), "HOST", of_job)
+            rows.add(("shared memory", general(re.sub("[0-9a-f]{6,}", "*", host)), mode))
     return rows
 
 
