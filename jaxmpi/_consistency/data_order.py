@@ -86,7 +86,7 @@ def check_same_data(
     of_arguments = []
     for report in reports:
         call = Call.of(function, "\n".join(report.details.parameters))
-        of_arguments.append(Report(call, report.details))
+        of_arguments.append(report._replace(call=call))
     if len({report.call for report in of_arguments}) > 1:
         raise mismatch_of(of_arguments)
     # Where one rank has found that samples change, it has compared their types alone.

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import enum
 import pathlib
+import re
 import tempfile
 import threading
 import time
@@ -223,8 +224,11 @@ def test_other_arguments_and_lengths_are_told_as_ever():
         (lambda: jaxmpi.check_data(np.arange(N + rank)), "check_data samples=25"),
         (lambda: list(jaxmpi.batches([1, 2], 2, allow=["data_order"] * rank)), "batches allow="),
     ):
-        with pytest.raises(RankMismatchError, match=word):
+        with pytest.raises(RankMismatchError, match=word) as raised:
             call()
+        for side in raised.value.sides:
+            assert re.fullmatch(r"test_order\.py:\d+", side.called_at[0])
+            assert f"called by rank {side.ranks[0]} at {side.called_at[0]}" in str(raised.value)
     with pytest.raises(RankMismatchError, match=r"called shard at test_order.py:\d+, and rank 1"):
         jaxmpi.barrier() if rank else jaxmpi.shard(np.arange(N))
 
