@@ -52,6 +52,7 @@ from jaxmpi._optim.sharded_state import (
     with_shards,
 )
 from jaxmpi._optim.transform_arguments import check_in_step, check_shapes, check_transform
+from jaxmpi._world import session
 
 __all__ = ["sharded"]
 
@@ -162,7 +163,7 @@ def sharded(
         else:
             param_shards = map_floats(
                 "sharded",
-                lambda x, m: shard_along(m, x.shape) if x.shape else equal_along(m, axis),
+                lambda x, m: shard_along(m, x.shape) if x.shape else _mark_equal(m, axis),
                 params,
                 shards_of(state.parts[1]),
             )
@@ -254,8 +255,16 @@ def _as_shard(axis: Axis, x: ShardedArray | jax.Array) -> PyTree:
     """Return a node of the state as `inner` gets it: a `Shard`, or an array equal on all ranks."""
     if isinstance(x, ShardedArray):  # its shard may be in an nnx variable
         return jax.tree.map(lambda value: make_shard(value, x.of, axis=axis), x.shard)
-    # without the mark the analysis assumes that it differs, as any leaf of a `ShardedState` may
-    return equal_along(x, axis)
+    return _mark_equal(x, axis)
+
+
+def _mark_equal(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return an array of the state that is not a shard, marked as equal along the axis.
+
+    Without the mark the analysis assumes that it differs, as any leaf of a `ShardedState` may. On
+    one rank there is none, and the jaxpr is that of plain optax.
+    """
+    return x if session.size() == 1 else equal_along(x, axis)
 
 
 def _mark_per_group(updates: PyTree, axis: Axis) -> PyTree:
