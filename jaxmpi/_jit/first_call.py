@@ -117,18 +117,18 @@ def compare_arguments(
     compared = program.compared_state
     assert compared is not None
     equal, _ = program.equal
-    replicated = [str(x) for x, same in zip(program.arguments, equal, strict=True) if same]
+    replicated = {str(x): x for x, same in zip(program.arguments, equal, strict=True) if same}
     # Checksums take time, so compute only those that are compared below.
     inputs = program.inputs(leaves)
     sums: dict[str, int] = {}
-    for name in (*replicated, *compared.texts):
-        if name not in sums:
-            sums[name] = values.checksum(inputs[name])
+    for text in (*replicated, *compared.texts):
+        if text not in sums:
+            sums[text] = values.checksum(inputs[text])
     # The ranks must agree on the program before they gather checksums of its arguments.
     found = _compare_state(backend, program, call, compared, sums)
     if replicated:
-        everyone = backend.allgather_object({name: sums[name] for name in replicated})
-        _refuse_difference(title, everyone)
+        everyone = backend.allgather_object({text: sums[text] for text in replicated})
+        _refuse_difference(title, replicated, everyone)
     if found is not None:
         raise found.error()
     note_compared_values(backend, call.fingerprint)
@@ -161,7 +161,7 @@ def _compare_state(
       RankMismatchError: on all ranks, they are about to run other programs or to call something
         else.
     """
-    of_state = [(name, sums[name]) for name in compared.texts]
+    of_state = [(text, sums[text]) for text in compared.texts]
     with_state = Call(
         fingerprint_of(f"{call.fingerprint} {of_state}"), call.title, call.fingerprint
     )
@@ -191,7 +191,7 @@ def _compare_state(
 class _StateChecksums(NamedTuple):
     """State before a call, of one rank: the facts of its report."""
 
-    of_inputs: Sequence[tuple[str, int]]  # (name, checksum)
+    of_inputs: Sequence[tuple[str, int]]  # (text of the input, checksum)
 
 
 class _State(NamedTuple):
@@ -220,8 +220,8 @@ def _compare_without_waiting(program: Program, leaves: Sequence[Leaf]) -> None:
     if exchange is None or compared is None or not is_wanted:
         return
     inputs, sums = program.inputs(leaves), {}
-    for name in compared.texts:
-        sums[name] = values.checksum(inputs[name])
+    for text in compared.texts:
+        sums[text] = values.checksum(inputs[text])
     title = program.function.title
     exchange.add(_State(title, compared), exchange.next_call(title), sums)
 
@@ -268,17 +268,25 @@ def _same_rows(title: str, rows: Sequence[str], everyone: Sequence[Checksums]) -
     )
 
 
-def _refuse_difference(title: str, everyone: Sequence[Checksums]) -> None:
-    """Raise a RankMismatchError, on all ranks, for the first replicated argument that differs."""
+def _refuse_difference(
+    title: str, replicated: Mapping[str, Argument], everyone: Sequence[Checksums]
+) -> None:
+    """Raise a RankMismatchError, on all ranks, for the first replicated argument that differs.
+
+    Args:
+      title: of the program.
+      replicated: the arguments that must be equal, by their texts.
+      everyone: the checksums of all ranks.
+    """
     difference = values.first_difference(everyone)
     if difference is not None:
-        argument, ranks = difference
+        text, ranks = difference
         raise RankMismatchError(
-            f"{title}: {argument} is named in replicated_argnums, and {ranks_have(ranks)} "
+            f"{title}: {text} is named in replicated_argnums, and {ranks_have(ranks)} "
             "other values than the other ranks.",
             advice="Make it equal before the first step (jaxmpi.synchronize, or for an "
             "nnx.BatchStat jaxmpi.tree_bcast), or do not name it.",
             function=title,
-            leaf=argument,
+            leaf=replicated[text].name,
             ranks=ranks,
         )

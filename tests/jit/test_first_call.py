@@ -388,8 +388,11 @@ def test_after_a_difference_another_batch_gets_its_own_program():
         jaxmpi.rank(),
         jaxmpi.jit(lambda w, x: jaxmpi.tree_allreduce((x * w).mean()), replicated_argnums=0),
     )
-    with pytest.raises(jaxmpi.RankMismatchError, match="is named in replicated_argnums"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"argument 0: float32\[\] is named in replicated_argnums"
+    ) as raised:
         step(jnp.ones(()) + rank, jnp.ones(64))
+    assert (raised.value.leaf, raised.value.ranks) == ("argument 0", (1,))
     assert step.program(jnp.ones(()), jnp.ones(32)).arguments[1].shape == (32,)
     assert float(step(jnp.ones(()), jnp.ones(32) * rank)) == 0.5
 
