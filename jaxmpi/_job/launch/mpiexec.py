@@ -1,5 +1,6 @@
 """The mpirun or mpiexec of this environment, and the MPI library that its ranks load."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxmpi._job.process import launchers
 from jaxmpi._job.process.launchers import Launcher
@@ -20,6 +22,7 @@ __all__ = [
     "find_launcher",
     "identify",
     "library",
+    "segment_variable",
 ]
 
 PROBE_SECONDS = 120  # for a Python that imports mpi4py, also from a file system of many nodes
@@ -150,6 +153,29 @@ def environment(
     if launcher.scratch and not _has_scratch(mpiexec, environ, options):
         added[launcher.scratch] = scratch
     return added
+
+
+def segment_variable(mpiexec: Mpiexec, environ: Mapping[str, str], options: Sequence[str]) -> str:
+    """Return the variable for the folder of MPI's shared memory.
+
+    It is "" where the MPI has none, and where the user or the site has set it by an option or in
+    one of MPI's files: the variable would outrank these files.
+    """
+    launcher = mpiexec.launcher
+    pattern = launcher.segment_parameter
+    if not pattern or any(re.search(pattern, option) for option in options):
+        return ""
+    folders = [Path("/etc/openmpi")]
+    for path in (mpiexec.path, os.path.realpath(mpiexec.path)):
+        folders.append(Path(path).parent.parent / "etc")
+    files = [folder / "openmpi-mca-params.conf" for folder in folders]
+    files.append(Path(environ.get("HOME", "/"), ".openmpi", "mca-params.conf"))
+    files += map(Path, environ.get("OMPI_MCA_mca_base_param_files", "").split(os.pathsep))
+    for file in files:
+        with contextlib.suppress(OSError):
+            if re.search(rf"^\s*{pattern}\s*=", file.read_text(errors="replace"), re.MULTILINE):
+                return ""
+    return launcher.segment_folder
 
 
 def _path_from(path: str, environ: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ of a node, its share of the cores for each, and the launcher's options and varia
 
 import contextlib
 import json
+import os
 import re
 import socket
 import sys
@@ -28,6 +29,7 @@ __all__ = [
     "host_names",
     "named_hosts",
     "on_other_nodes",
+    "on_this_host_alone",
     "plan",
     "same_host",
     "with_hosts",
@@ -59,6 +61,23 @@ def on_other_nodes(options: Sequence[str], environ: Mapping[str, str]) -> bool:
     if _value(options, _host_list()) or _value(options, _host_file()):
         return True
     return len(_allocated(environ)) > 1
+
+
+def on_this_host_alone(options: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether all ranks are known to run on this host."""
+    names = host_names(options)
+    for launcher in launchers.LAUNCHERS:
+        path = environ.get(launcher.node_file)
+        if path and not names:
+            with contextlib.suppress(OSError):
+                names = [*_count_hosts(Path(path).read_text().split())]
+        nodes = environ.get(launcher.node_list)
+        if nodes and not names:
+            names = [nodes]  # of several, such as "node[1-2]", it is the name of no host
+    here = os.uname().nodename
+    if names:
+        return all(name in ("localhost", "127.0.0.1") or same_host(name, here) for name in names)
+    return not _allocated(environ)
 
 
 def named_hosts(options: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from jaxmpi._job.launch.mpiexec import (
     environment,
     find_launcher,
     identify,
+    segment_variable,
 )
 from jaxmpi._job.launch.mps import mps_daemon
 from jaxmpi._job.launch.options import Request, parse
@@ -31,6 +32,7 @@ from jaxmpi._job.launch.placement import (
     command,
     named_hosts,
     on_other_nodes,
+    on_this_host_alone,
     plan,
     same_host,
     with_hosts,
@@ -124,9 +126,9 @@ def _run_once(request: Request, mpiexec: Mpiexec, library: str, attempt: int) ->
     daemon: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
     if request.mps:
         daemon = mps_daemon(os.environ)
-    variable = mpiexec.launcher.segment_folder
-    if on_other_nodes(request.mpi_options, os.environ):
-        variable = ""  # the folder would be missing there
+    variable = ""  # on other hosts the folder would be missing
+    if on_this_host_alone(request.mpi_options, os.environ):
+        variable = segment_variable(mpiexec, os.environ, request.mpi_options)
     with daemon as mps, run_dir.segment_folder(variable, os.environ) as segments:
         return _run_with(request, mpiexec, library, attempt, {**mps, **segments})
 

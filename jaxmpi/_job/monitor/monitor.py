@@ -339,7 +339,7 @@ class Monitor:
         try:
             text = "".join(traceback.format_exception(kind, error, trace))
             label = f"[{self.backend.place.rank}] "
-            run_dir.note_refused_count(error)
+            run_dir.note_count_refusal(error)
             stderr.say("".join(label + line for line in text.splitlines(keepends=True)))
         finally:
             self.end(code, f"{stderr.one_line(error)}.")

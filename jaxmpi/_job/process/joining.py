@@ -225,8 +225,8 @@ def _ending_hook(show: Hook) -> Hook:
 
     hook.shows = show  # type: ignore[attr-defined]
     # `run_dir.note_at_exceptions` need not wrap it again
-    hook.notes_refused_count = getattr(  # type: ignore[attr-defined]
-        show, "notes_refused_count", False
+    hook.notes_count_refusal = getattr(  # type: ignore[attr-defined]
+        show, "notes_count_refusal", False
     )
     return hook
 

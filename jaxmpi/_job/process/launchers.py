@@ -60,6 +60,7 @@ class Launcher:
 
     # The environment of a batch job
     node_file: str = ""  # the variable with the path of a list of hosts
+    node_list: str = ""  # the variable with the names of the nodes; of one, its name alone
     tasks_per_node: str = ""  # the variable with ranks per node, such as "4(x2),3"
 
     # The program, and its options
@@ -101,6 +102,7 @@ class Launcher:
     # MPI's files in /dev/shm
     segments: tuple[str, ...] = ()  # how their names begin
     segment_folder: str = ""  # the variable for a folder in the place of /dev/shm
+    segment_parameter: str = ""  # a pattern of the names of its parameter
 
 
 Field = Callable[[Launcher], tuple[str, ...]]  # picks names out of a row
@@ -165,6 +167,7 @@ OPEN_MPI_5 = Launcher(
     rank_hosts=(r"process rank \d+ with PID \d+ on node (?P<host>\S+) (?:exited|exiting)",),
     segments=("sm_segment",),
     segment_folder="OMPI_MCA_btl_sm_backing_directory",
+    segment_parameter="btl_(?:sm|vader)_backing_directory",
 )
 OPEN_MPI_4 = replace(
     OPEN_MPI_5,
@@ -270,6 +273,7 @@ SLURM = Launcher(
     marks=("SLURM_STEP_NUM_TASKS",),
     identity=("SLURM_STEP_ID", "SLURM_PROCID"),
     daemons=("slurmstepd",),
+    node_list="SLURM_JOB_NODELIST",
     tasks_per_node="SLURM_TASKS_PER_NODE",
 )
 PBS = Launcher(name="PBS", node_file="PBS_NODEFILE")  # MPI's own launcher starts the ranks

@@ -10,6 +10,7 @@ behind.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -36,9 +37,9 @@ __all__ = [
     "leave",
     "members",
     "note_at_exceptions",
+    "note_count_refusal",
     "note_preemptible",
     "note_rate",
-    "note_refused_count",
     "processes",
     "rates",
     "refuse_count",
@@ -181,18 +182,18 @@ def note_at_exceptions() -> None:
     A second call does nothing.
     """
     show = sys.excepthook
-    if not os.environ.get("JAXMPI_RUN_DIR") or getattr(show, "notes_refused_count", False):
+    if not os.environ.get("JAXMPI_RUN_DIR") or getattr(show, "notes_count_refusal", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        note_refused_count(error)
+        note_count_refusal(error)
         show(kind, error, trace)
 
-    hook.notes_refused_count = True  # type: ignore[attr-defined]
+    hook.notes_count_refusal = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def note_refused_count(error: BaseException) -> None:
+def note_count_refusal(error: BaseException) -> None:
     """Note an error that ends this rank, if it is a `RankCountError`.
 
     A program may have raised an error of its own from ours, or while it handled ours.
@@ -276,11 +277,12 @@ def segment_folder(variable: str, environ: Mapping[str, str]) -> Iterator[dict[s
     """Make a folder for MPI's shared memory of one job; yield the variable that names it.
 
     Open MPI names its files after the job, by 16 bits of a checksum. Two jobs on one host whose
-    checksums are equal would open the same files, and write into each other's queues: one of some
-    65,000 pairs of jobs, of which some rank then ends by SIGSEGV, or hangs.
+    checksums are equal would open the same files, and write into each other's queues. This happens
+    to one of some 65,000 pairs of jobs; then a rank ends by SIGSEGV, or hangs.
 
     Nothing is made, and no variable yielded, where `variable` is "", where the user has set it, and
-    where there is no /dev/shm. The folder is removed afterwards.
+    where there is no /dev/shm. The folder is removed afterwards. A process holds a lock on it for
+    as long, so that the next job removes the folder of one that was killed.
 
     Args:
       variable: its name, as `Launcher.segment_folder`.
@@ -288,15 +290,41 @@ def segment_folder(variable: str, environ: Mapping[str, str]) -> Iterator[dict[s
         has the folder of that one.
     """
     theirs = environ.get(variable, "")
-    folder = ""
-    if variable and (not theirs or theirs.startswith(f"{FOLDER}/{SEGMENT_PREFIX}")):
+    with contextlib.ExitStack() as stack:
+        variables: dict[str, str] = {}
+        if variable and (not theirs or theirs.startswith(f"{FOLDER}/{SEGMENT_PREFIX}")):
+            with contextlib.suppress(OSError):
+                _remove_folders_of_killed_jobs()
+                variables = {variable: _make_locked_folder(stack)}
+        yield variables
+
+
+def _make_locked_folder(stack: contextlib.ExitStack) -> str:
+    """Make a folder in shared memory and lock it until the stack is closed, which removes it."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=SEGMENT_PREFIX, dir=FOLDER)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.isdir(folder):
+            break
+        os.close(descriptor)  # another job has removed it before it was locked
+    stack.callback(os.close, descriptor)
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _remove_folders_of_killed_jobs() -> None:
+    """Remove the folders of this user that no process has locked."""
+    for path in Path(FOLDER).glob(f"{SEGMENT_PREFIX}*"):
         with contextlib.suppress(OSError):
-            folder = tempfile.mkdtemp(prefix=SEGMENT_PREFIX, dir=FOLDER)
-    try:
-        yield {variable: folder} if folder else {}
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def remove_segments(recorded: set[str], started: float) -> None:

@@ -73,7 +73,7 @@ def test_what_is_noted_as_a_refused_number_of_ranks(monkeypatch, tmp_path, error
     notes = []
     monkeypatch.setattr(run_dir, "refuse_count", lambda folder, text: notes.append(text))
     monkeypatch.setenv("JAXMPI_RUN_DIR", str(tmp_path))
-    thread = threading.Thread(target=run_dir.note_refused_count, args=[error], daemon=True)
+    thread = threading.Thread(target=run_dir.note_count_refusal, args=[error], daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive()  # nor does an error that leads back to itself hang
