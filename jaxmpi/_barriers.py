@@ -2,13 +2,13 @@
 
 Each function says which rewrite it prevents. An `optimization_barrier` prevents none of them on
 CPUs: XLA drops it, and keeps no other order between equations than that of their operands. Instead,
-a value depends on a predicate that always has the same value, which XLA does not know:
+most depend on a predicate whose value XLA does not know:
 
 - No square is 2 modulo 4. `depending_on` selects by it between a value and zeros, so that XLA
   computes the value after a token. LLVM, which compiles the loops that XLA has fused, finds out and
   removes the select.
 - n² + n is even for every integer n, also where it overflows: `not_fused` and `unknown_one`.
-- x = x, unless x is NaN: `rounded`.
+- x = x is false for NaN alone: `rounded`.
 
 `computed_once` has a sort in the place of a predicate.
 """

@@ -1,7 +1,8 @@
 """Backends: ranks, and transports of messages between them.
 
 Interface:
-base               records: a collective, its messages, a place among the ranks
+base               records: a collective, its messages, a place among the ranks, and facts that a
+                   rank remembers between calls
 interface          the abstract classes: `Ranks`, and the `Transport` of their programs
 groups             groups of ranks: those along named axes
 

@@ -110,8 +110,8 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         size = session.size()
         if size == 1:
             return updates, state
-        mean, small, _ = all_ranks.mean(updates, _tree_norm(updates), ())
-        large = _tree_norm(mean)
+        mean, small, _ = all_ranks.mean(updates, _squared_tree_norm(updates), ())
+        large = _squared_tree_norm(mean)
         signal = (size * large - small) / (size - 1)
         noise = (small - large) * size / (size - 1)
         # A NaN would stay in the averages for ever. The norms are equal on all ranks.
@@ -128,7 +128,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _tree_norm(tree: PyTree) -> jax.Array:
+def _squared_tree_norm(tree: PyTree) -> jax.Array:
     """Return the squared norm of all numbers of a tree, a float32."""
     squares = []
     for x in jax.tree.leaves(tree):

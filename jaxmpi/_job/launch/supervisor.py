@@ -397,8 +397,9 @@ class Relay:
                 counted_seconds += time.monotonic() - began
         if not self._thread.is_alive():
             return
-        # What the thread writes at this moment is not counted as lost. It may wait in a write after
-        # all, where another process has filled the stream: then nothing of it is written.
+        # What the thread writes at this moment is not counted as lost: wait for it, GRACE_SECONDS
+        # at most. It may wait in a write after all, where another process has filled the stream:
+        # then nothing of it is written.
         counts_exactly = self._writing.acquire(timeout=GRACE_SECONDS)
         if self._unwritten:
             self.error = self.error or "nobody has read it in time"
