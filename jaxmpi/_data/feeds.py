@@ -229,7 +229,8 @@ class LoaderFeed(Feed):
     def read(self) -> Iterator[tuple[PyTree, LoaderPosition]]:
         while True:
             try:
-                batch = next(self.batches if self.stream else self._iterator)  # type: ignore[call-overload]
+                source = self.batches if self.stream else self._iterator
+                batch = next(source)  # type: ignore[call-overload]
             except StopIteration:
                 break
             self._begun, self._abandoned_at = True, ""

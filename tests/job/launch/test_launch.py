@@ -1415,11 +1415,16 @@ if jaxmpi.rank() == 0:
 """
 
 
+def run_on_two_ranks(folder, text):
+    """Return a command for a script with this text, to which its arguments are added."""
+    script = folder / "script.py"
+    script.write_text(text)
+    return [sys.executable, "-m", "jaxmpi", "run", "-n", "2", script]
+
+
 def test_each_job_has_its_own_folder_for_open_mpis_shared_memory(tmp_path):
     """Two jobs may give their files the same names."""
-    script = tmp_path / "script.py"
-    script.write_text(WHERE_SEGMENTS_ARE)
-    run = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", script]
+    run = run_on_two_ranks(tmp_path, WHERE_SEGMENTS_ARE)
     with subprocess.Popen([*run, "4"], stdout=subprocess.PIPE, text=True) as first:
         vendor, *mine = first.stdout.readline().strip().split(",")
         second = subprocess.run([*run, "0"], stdout=subprocess.PIPE, text=True)
@@ -1447,10 +1452,11 @@ while jaxmpi.broadcast_object(time.monotonic() < end):
 @pytest.mark.slow
 def test_jobs_of_two_containers_that_share_memory_and_names(tmp_path):
     """In two namespaces of processes the launchers of Open MPI have one id, and so one job name."""
-    script = tmp_path / "script.py"
-    script.write_text(TALKS)
-    in_container = ["unshare", *["-r"] * bool(os.geteuid()), "-pf", "--mount-proc"]
-    run = [*in_container, sys.executable, "-m", "jaxmpi", "run", "-n", "2", script]
+    in_container = ["unshare", "-pf", "--kill-child", "--mount-proc"]
+    if os.geteuid():
+        in_container.append("-r")
+    # ranks that write into each other's memory may also hang
+    run = ["timeout", "60", *in_container, *run_on_two_ranks(tmp_path, TALKS)]
     with subprocess.Popen([*run, "12"], stdout=subprocess.PIPE, text=True) as first:
         first.stdout.readline()
         second = subprocess.run([*run, "2"])
@@ -1460,9 +1466,7 @@ def test_jobs_of_two_containers_that_share_memory_and_names(tmp_path):
 
 @pytest.mark.slow
 def test_the_folder_of_a_killed_job_is_removed_by_the_next_one(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WHERE_SEGMENTS_ARE)
-    run = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", script]
+    run = run_on_two_ranks(tmp_path, WHERE_SEGMENTS_ARE)
     with subprocess.Popen([*run, "20"], stdout=subprocess.PIPE, text=True) as first:
         vendor, *folders = first.stdout.readline().strip().split(",")
         first.kill()
